@@ -1,0 +1,1 @@
+"""Fused Triton ops with a plain PyTorch twin each; they know nothing about models."""
