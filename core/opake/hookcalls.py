@@ -101,9 +101,12 @@ def _traced_plugin(pm: pluggy.PluginManager, plugin: Plugin, ledger: Ledger) -> 
         options = pm.parse_hookimpl_opts(plugin.target, name)
         if options is None:
             continue
-        wraps = options.get("wrapper") or options.get("hookwrapper")
-        trace = _traced_wrapper if wraps else _traced_impl
         hook = options.get("specname") or name
+        if options.get("hookwrapper"):
+            raise FamilyInvalid(
+                f"{plugin.label}: {hook} says hookwrapper=True; write hookimpl(wrapper=True), see pluggy"
+            )
+        trace = _traced_wrapper if options.get("wrapper") else _traced_impl
         setattr(stand_in, name, trace(getattr(plugin.target, name), hook, plugin.label, ledger))
     return stand_in
 
