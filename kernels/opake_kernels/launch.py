@@ -52,6 +52,10 @@ __all__ = [
 
 # read once, as triton.jit itself does when a kernel is decorated
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
+if INTERPRET:
+    from .interpreter import repair
+
+    repair()
 # OPAKE_DEBUG=1 allows checks that read values from the device
 DEBUG = os.environ.get("OPAKE_DEBUG", "0") == "1"
 
