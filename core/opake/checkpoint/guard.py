@@ -1,0 +1,84 @@
+"""Checkpointing that asks where it runs: the stock function outside transforms, rematerialisation inside them.
+
+`torch.utils.checkpoint` uses saved-tensor hooks, or a Function without a `vmap` rule, and functorch refuses both.
+`RematCheckpoint` takes the place of one model's own checkpointing function; `guarded_checkpoint` wraps the process-wide
+one for models that call it by name. Putting either in its place, and taking it back, is the patch engine's work.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.utils.checkpoint
+
+from opake.checkpoint.reach import flatten_partial, reach
+from opake.checkpoint.remat import remat_reached
+from opake.errors import OpakeWarning
+from opake.transforms import inside_transform
+
+# keywords that torch.utils.checkpoint.checkpoint keeps for itself; it takes preserve_rng_state out of **kwargs
+_OWN_KEYWORDS = frozenset(
+    name
+    for name, parameter in inspect.signature(torch.utils.checkpoint.checkpoint).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY or name == "use_reentrant"
+) | {"preserve_rng_state"}
+
+
+class RematCheckpoint:
+    """What a model's `_gradient_checkpointing_func` becomes: remat inside a transform, `stock` outside.
+
+    Called as `checkpoint(fn, *args, **kwargs)` with `fn` a module, a bound method of one, or a partial of a forward
+    with its module, which is how Transformers calls it in every version.
+    """
+
+    __slots__ = ("_warned", "stock")
+
+    def __init__(self, stock: Callable) -> None:
+        self.stock = stock
+        self._warned = False
+
+    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not inside_transform():
+            return self.stock(function, *args, **kwargs)
+        return self._inside(function, args, kwargs)
+
+    def _inside(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        own = {name: value for name, value in kwargs.items() if name in _OWN_KEYWORDS}
+        rest = {name: value for name, value in kwargs.items() if name not in _OWN_KEYWORDS}
+        fn, args, rest = flatten_partial(function, args, rest)
+        reached = reach(fn, args, rest)
+        if reached.obstacle is None:
+            return remat_reached(fn, args, rest, reached, preserve_rng=own.get("preserve_rng_state", True))
+        self._warn(fn, reached.obstacle)
+        return fn(*args, **rest)
+
+    def _warn(self, fn: Callable, obstacle: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        name = getattr(fn, "__qualname__", repr(fn))
+        warnings.warn(
+            f"checkpoint({name}) runs without rematerialisation inside a torch.func transform: {obstacle}. "
+            "Gradients are right, memory is not saved; pass a module, or every tensor as an argument",
+            OpakeWarning,
+            stacklevel=4,
+        )
+
+
+def guarded_checkpoint(original: Callable) -> Callable:
+    """`original` (torch.utils.checkpoint.checkpoint) outside transforms; inside, remat where it is safe.
+
+    Where the function captures tensors, which would be caught at the wrong level, it is called plainly, and one
+    warning says so. The result has the name and signature of `original` and holds it as `__wrapped__`.
+    """
+    checkpoint = RematCheckpoint(original)
+
+    @functools.wraps(original)
+    def guarded(function: Callable, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, **kwargs)
+
+    return guarded

@@ -1,0 +1,54 @@
+"""Peak live memory of a piece of code, on any device, exact to the byte and the same on every run.
+
+A dispatch mode sees every tensor that an operator returns, below functorch, and follows its storage by a weak
+reference. Tensors that were there before do not count, and neither does what a kernel allocates for itself.
+"""
+
+# ruff: noqa: TID253
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """`with LiveBytes() as live: ...`, then `live.peak` in bytes and `live.operators`, how many ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self.operators = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.operators += 1
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._follow(leaf.untyped_storage())
+        self.peak = max(self.peak, self.now())
+        return out
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        known = self._storages.get(storage._cdata)
+        if known is None or known[0].expired():
+            self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+    def now(self) -> int:
+        """Bytes of the storages made under this mode that are still alive."""
+        for key in [key for key, (ref, _) in self._storages.items() if ref.expired()]:
+            del self._storages[key]
+        return sum(nbytes for _, nbytes in self._storages.values())
+
+
+def peak_live_bytes(fn: Callable[[], Any]) -> int:
+    """Peak live bytes of the tensors that `fn()` makes, its result included."""
+    with LiveBytes() as live:
+        result = fn()
+    del result
+    return live.peak
