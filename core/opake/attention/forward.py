@@ -1,0 +1,65 @@
+"""The attention function behind `AttentionInterface`: stock SDPA outside transforms, folded attention inside.
+
+Outside transforms a patched model computes what it computed before, bit for bit. What no fused backend serves exactly
+takes the mathematical path, and the module notes why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from opake.patching.notes import note
+from opake.transforms import inside_transform
+from opake_kernels.attention.backends import choose
+from opake_kernels.attention.folded import folded_attention
+from opake_kernels.attention.math import allowed, attention_reference
+from opake_kernels.attention.op import joined, reason_for_math
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query (B, N, T, D), key and value (B, K, S, D) -> (B, T, N, D), and no attention weights.
+
+    softcap: Gemma 2's cap on the scores. s_aux: GPT-OSS's sinks. position_bias: T5's learned additive bias.
+    """
+    if not inside_transform() and softcap is None and s_aux is None:
+        bias = {} if position_bias is None else {"position_bias": position_bias}
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **bias, **kwargs
+        )
+    wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(wanted) and query.shape[2] > 1 and attention_mask is None
+    mask = _with_bias(attention_mask, position_bias)
+    if causal and mask is not None:
+        mask, causal = joined(mask, allowed(query.shape[2], key.shape[2], None, True, None, query.device)), False
+    reason = reason_for_math(value.shape[-1] != query.shape[-1], mask, softcap, s_aux, dropout)
+    if reason is None:
+        out = folded_attention(choose(query, key, value, mask, causal), query, key, value, mask, causal, scaling)
+    else:
+        note(module, f"attention by plain operations: {reason}")
+        out = attention_reference(
+            query, key, value, mask=mask, causal=causal, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout
+        )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _with_bias(mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+    if mask is None or bias is None:
+        return bias if mask is None else mask
+    return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask

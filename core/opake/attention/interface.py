@@ -1,0 +1,61 @@
+"""Select opake's attention and mask functions for one model, through Transformers' public interfaces.
+
+Three names are registered, one for each combination of the flags `eager_attention` and `vmap_masking`. A name always
+has both an attention function and a mask function, because a missing mask function means no mask at all, in silence. A
+model loaded with eager attention keeps it: that arithmetic runs under vmap as it is.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from opake import hf
+from opake.masks.materialise import mask_function
+from opake.patching.config import own_config
+from opake.patching.undo import Skip, Undo
+
+from .forward import attention_forward
+
+# a name may not contain "sdpa" or "flash_attention": Transformers gives those a meaning of its own
+NAMES = {(True, True): "opake", (True, False): "opake_attention", (False, True): "opake_masking"}
+SERVED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", *NAMES.values())
+
+
+def fits(model: nn.Module) -> Skip | None:
+    """Why the attention of this model stays as it is, or None."""
+    name = hf.attention_name(model)
+    if not hf.selects_attention(model):
+        return Skip(f"{type(model).__name__} computes attention itself (no AttentionInterface)")
+    if name in (None, "eager"):
+        return Skip("loaded with eager attention, which runs under vmap as it is", "stock")
+    if name not in SERVED:
+        return Skip(f"attention implementation {name!r} is not one that opake knows: {', '.join(SERVED[:4])}", "stock")
+    return None
+
+
+def select(model: nn.Module, wrappers: tuple[nn.Module, ...], *, attention: bool = False, masks: bool = False) -> Undo:
+    """Switch the attention or the mask function on, keeping the other as it is; the config becomes the model's own."""
+    now = hf.attention_name(model)
+    before = next((key for key, name in NAMES.items() if name == now), (False, False))
+    name = NAMES[(attention or before[0], masks or before[1])]
+    register()
+    undo = own_config(model, wrappers)
+    for config in hf.configs(model.config):
+        if config._attn_implementation in SERVED:
+            config._attn_implementation_internal = name
+    return undo
+
+
+def register() -> None:
+    """Put our functions into the public tables under all names; a no-op if they are there."""
+    stock_attention, stock_mask = hf.attention_functions()["sdpa"], hf.mask_functions()["sdpa"]
+    for (attention, masks), name in NAMES.items():
+        hf.attention_functions()[name] = attention_forward if attention else stock_attention
+        hf.mask_functions()[name] = mask_function if masks else stock_mask
+
+
+def unregister() -> None:
+    """Take our names out of the public tables."""
+    for name in NAMES.values():
+        hf.attention_functions().pop(name, None)
+        hf.mask_functions().pop(name, None)

@@ -1,0 +1,196 @@
+"""Every probe of what the installed Transformers and PEFT offer, by signature or attribute, and nothing else.
+
+No version string is compared anywhere: a feature is there or it is not. What follows from it is up to the caller.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+INPUT_GRAD_HOOK = "make_inputs_require_grad"
+
+
+def is_pretrained(model: object) -> bool:
+    """Whether this is a Transformers model (as opposed to any `nn.Module`)."""
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def model_type(model: Any) -> str:
+    """`config.model_type` of a Transformers model."""
+    return model.config.model_type
+
+
+def modeling_module(model: nn.Module) -> ModuleType:
+    """The modeling module of a model, also where its class was derived at run time (by FSDP or a user)."""
+    classes = [c for c in type(model).__mro__ if c.__module__.rpartition(".")[2].startswith("modeling_")]
+    return sys.modules[(classes[0] if classes else type(model)).__module__]
+
+
+class Absent:
+    """Stands in for a class that the installed Transformers does not have; a record about it is skipped."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.__qualname__ = name
+        self.reason = f"{module} of the installed Transformers has no {name}"
+
+
+class ModelingModule:
+    """A modeling module as a family sees it: a missing name disables one record, not the whole family."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+        self.__name__ = module.__name__.rpartition(".")[2]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = getattr(self.module, name, None)
+        return Absent(self.__name__, name) if found is None else found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelingModule) and other.module is self.module
+
+    def __hash__(self) -> int:
+        return hash(self.module)
+
+
+def wrapped(model: nn.Module) -> nn.Module | None:
+    """The model inside a wrapper (PEFT, DistributedDataParallel, torch.compile), or None if this is no wrapper."""
+    base = getattr(model, "get_base_model", None)
+    if callable(base):
+        return base()  # type: ignore[return-value]
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        inner = model.module
+    return inner
+
+
+def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Parameters of `fn` through its decorators; remembered as long as `fn` lives, since forwards ask at every call."""
+    found = _signatures.get(fn)
+    if found is None:
+        found = _signatures[fn] = inspect.signature(fn).parameters
+    return found
+
+
+_signatures: weakref.WeakKeyDictionary[Callable[..., Any], Mapping[str, inspect.Parameter]]
+_signatures = weakref.WeakKeyDictionary()
+
+
+def accepts(fn: Callable[..., Any], name: str) -> bool:
+    """Whether `fn` names a parameter `name`, looking through decorators."""
+    return name in _parameters(fn)
+
+
+def positional_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the positional parameters of an unbound method, `self` left out."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in _parameters(fn).values() if p.kind in kinds)[1:]
+
+
+def position_of(fn: Callable[..., Any], name: str) -> int | None:
+    """The place of a positional parameter of an unbound method, not counting `self`; None if it is not positional."""
+    names = positional_names(fn)
+    return names.index(name) if name in names else None
+
+
+CACHE_KEYWORDS = ("cache", "past_key_values", "layer_past", "cache_params")
+
+
+def attention_functions() -> MutableMapping[str, Any]:
+    """The process-wide table behind `AttentionInterface.register`."""
+    from transformers import AttentionInterface
+
+    return AttentionInterface._global_mapping
+
+
+def mask_functions() -> MutableMapping[str, Any]:
+    """The process-wide table behind `AttentionMaskInterface.register`."""
+    from transformers import AttentionMaskInterface
+
+    return AttentionMaskInterface._global_mapping
+
+
+def attention_name(model: nn.Module) -> str | None:
+    """The attention implementation that the model's config selects."""
+    return getattr(model.config, "_attn_implementation", None)
+
+
+def selects_attention(model: nn.Module) -> bool:
+    """Whether the model dispatches its attention through the public interface at all.
+
+    Older modeling files carry their own attention; setting a name there is accepted in silence and changes nothing.
+    """
+    probe = getattr(model, "_can_set_attn_implementation", None)
+    if probe is not None:
+        return bool(probe())
+    return hasattr(modeling_module(model), "ALL_ATTENTION_FUNCTIONS")
+
+
+def configs(root: Any) -> Iterator[Any]:
+    """A config and every config nested in it, each once."""
+    from transformers import PreTrainedConfig
+
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        config = waiting.pop()
+        if id(config) in seen or not isinstance(config, PreTrainedConfig):
+            continue
+        seen.add(id(config))
+        yield config
+        waiting.extend(vars(config).values())
+
+
+def is_checkpointing(model: nn.Module) -> bool:
+    """Whether any layer of the model checkpoints its activations."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def causal_loss() -> Callable[..., Any]:
+    """Transformers' loss of causal language models."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return ForCausalLMLoss
+
+
+@functools.cache
+def rope_tables() -> MutableMapping[str, Any]:
+    """Transformers' functions that make rotary frequencies, by type."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return ROPE_INIT_FUNCTIONS
+
+
+def collator_names() -> list[tuple[Any, str]]:
+    """(class, "__call__") of every Transformers collator that has a call of its own."""
+    from transformers.data import data_collator as module
+
+    tokenizing = ("DataCollatorWithPadding", "DataCollatorForSeq2Seq", "DataCollatorForTokenClassification")
+    language = ("DataCollatorForLanguageModeling", "DataCollatorForWholeWordMask")
+    names = (*tokenizing, *language, "DefaultDataCollator", "DataCollatorWithFlattening", "DataCollatorMixin")
+    classes = [getattr(module, name) for name in names if hasattr(module, name)]
+    return [(cls, "__call__") for cls in classes if "__call__" in vars(cls)]
+
+
+def holders(modules: Sequence[str], name: str, value: Any) -> list[ModuleType]:
+    """The named modules, where imported, whose global `name` is `value`."""
+    found = (sys.modules.get(module) for module in modules)
+    return [module for module in found if module is not None and vars(module).get(name) is value]
+
+
+def packed_position_check() -> tuple[ModuleType, str]:
+    """(module, name) of the function that looks for several sequences packed in one row."""
+    from transformers import masking_utils
+
+    return masking_utils, "find_packed_sequence_indices"

@@ -1,0 +1,1 @@
+"""Attention masks that are made from shapes and from what the caller supplied, never from what the mask says."""

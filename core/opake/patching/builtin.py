@@ -1,0 +1,208 @@
+"""The core's own records: what every decoder needs under transforms, whatever its family.
+
+Each says where it applies and hands the work to the package that knows how. A family adds to these, it does not repeat
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from opake.records import Record, Skip, Undo
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecord(Record):
+    """A record about the model as a whole; `wrappers` are what lies around it."""
+
+    wrappers: tuple[nn.Module, ...] = ()
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        yield "", model
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoldedAttention(ModelRecord):
+    """Attention through the public interface: one fused call a microbatch, forward and backward."""
+
+    flag: ClassVar[str] = "eager_attention"
+
+    def fits(self, module: nn.Module) -> Skip | None:
+        from opake.attention import interface
+
+        return interface.fits(module)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.attention import interface
+
+        return interface.select(module, self.wrappers, attention=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masking(ModelRecord):
+    """Masks through the public interface: materialised whenever one is supplied, whatever it says."""
+
+    flag: ClassVar[str] = "vmap_masking"
+
+    def fits(self, module: nn.Module) -> Skip | None:
+        from opake.attention import interface
+
+        return interface.fits(module)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.attention import interface
+
+        return interface.select(module, self.wrappers, masks=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batchify(ModelRecord):
+    """The batch dimension that vmap takes away, and no KV cache inside a transform; on the model and its wrappers."""
+
+    flag: ClassVar[str] = "batchify"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        yield "", model
+        for wrapper in self.wrappers:
+            yield type(wrapper).__name__, wrapper
+
+    def fits(self, module: nn.Module) -> Skip | None:
+        from opake.batching import forward
+
+        return forward.fits(module)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.batching import forward
+
+        return forward.apply(module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerExampleLoss(ModelRecord):
+    """The causal loss of one row, normalised by that row's own labels, inside transforms."""
+
+    flag: ClassVar[str] = "batchify"
+
+    def fits(self, module: nn.Module) -> Skip | None:
+        from opake.batching import loss
+
+        return loss.fits(module)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.batching import loss
+
+        return loss.apply(module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotaryTables(ModelRecord):
+    """`dynamic` and `longrope` rotary tables, computed per row inside transforms."""
+
+    flag: ClassVar[str] = "batchify"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        from opake.batching import rotary
+
+        for name, module in model.named_modules():
+            if rotary.updates(module):
+                yield name, module
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.batching import rotary
+
+        return rotary.apply(self, module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddingCheck(ModelRecord):
+    """Transformers' warning about padding without a mask reads values; it is silent inside transforms."""
+
+    flag: ClassVar[str] = "batchify"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        from opake.batching import padding_check
+
+        for name, module in model.named_modules():
+            if padding_check.has_check(module):
+                yield name, module
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.batching import padding_check
+
+        return padding_check.apply(module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rematerialise(ModelRecord):
+    """Gradient checkpointing that works inside transforms, switched on before or after patching."""
+
+    flag: ClassVar[str] = "vmap_checkpointing"
+
+    def fits(self, module: nn.Module) -> Skip | None:
+        if getattr(module, "supports_gradient_checkpointing", False):
+            return None
+        return Skip(f"{type(module).__name__} does not support gradient checkpointing")
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.checkpoint import model
+
+        return model.apply(module, self.wrappers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVCache(ModelRecord):
+    """No cache is allocated by a training forward that did not ask for one."""
+
+    flag: ClassVar[str] = "kv_cache"
+
+    def fits(self, module: nn.Module) -> Skip | None:
+        from opake.batching import cache
+
+        return cache.fits(module)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.batching import cache
+
+        return cache.apply(module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NoDropout(ModelRecord):
+    """Every dropout probability of the model set to zero until restore."""
+
+    flag: ClassVar[str] = "dropout"
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.batching import dropout
+
+        return dropout.apply(module)
+
+
+def core_records(target: Target) -> list[Record]:
+    """The records of every model, in the order in which they are applied."""
+    around = target.wrappers
+    kinds = (FoldedAttention, Masking, PerExampleLoss, RotaryTables, PaddingCheck, Rematerialise, NoDropout, KVCache)
+    return [*(kind(around) for kind in kinds), Batchify(around)]
+
+
+def forget_registrations() -> None:
+    """Take our keys out of Transformers' public tables; called when no patched model is left."""
+    from opake.attention import interface
+
+    interface.unregister()

@@ -1,0 +1,85 @@
+"""Put a function in the place of one instance's method; the class, its module and other instances stay as they are.
+
+The new method is a bound method whose function closes over the unbound original only, never over the module: so a deep
+copy of the module is bound to the copy. Signature, name and documentation stay those of the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+from .undo import Change, put
+
+Method = Callable[..., Any]
+
+
+def unbound(owner: object, name: str) -> Method:
+    """The function behind `owner.name`, to be called with the owner first, whatever is installed there now."""
+    own = vars(owner).get(name)
+    if own is None:
+        return getattr(type(owner), name)
+    if isinstance(own, MethodType) and own.__self__ is owner:
+        return own.__func__
+    return _taking_owner(own)
+
+
+def _taking_owner(bound: Method) -> Method:
+    """A function that takes the owner first and passes it over: what was installed is bound to something already."""
+
+    def call(_owner: object, *args: Any, **kwargs: Any) -> Any:
+        return bound(*args, **kwargs)
+
+    signature = inspect.signature(bound)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    rest = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.POSITIONAL_ONLY]
+    call.__signature__ = signature.replace(parameters=[first, *rest])  # type: ignore[attr-defined]
+    call.__name__ = getattr(bound, "__name__", "call")
+    return call
+
+
+def wrap_method(owner: object, name: str, around: Method, where: str | None = None) -> Change:
+    """Install `around(inner, self, *args, **kwargs)` as `owner.name`; `inner` is the unbound original."""
+    inner = unbound(owner, name)
+
+    def method(self: object, *args: Any, **kwargs: Any) -> Any:
+        return around(inner, self, *args, **kwargs)
+
+    functools.update_wrapper(method, inner)
+    return put(owner, name, MethodType(method, owner), where=where)
+
+
+def rebind(fn: object, names: dict[str, Any], busy: tuple[FunctionType, ...] = ()) -> FunctionType | None:
+    """A copy of `fn` that sees `names` instead of the module globals of those names; None if no layer of it uses any.
+
+    Decorators are looked through by their closures. A wrapper that closes over itself keeps its original self-cell,
+    because it compares that cell with the function of its class.
+    """
+    if not isinstance(fn, FunctionType) or fn in busy:
+        return None
+    hit = set(names) & set(fn.__code__.co_names)
+    cells, changed = [], bool(hit)
+    for cell in fn.__closure__ or ():
+        inner = _rebound_cell(cell, names, (*busy, fn))
+        changed = changed or inner is not cell
+        cells.append(inner)
+    if not changed:
+        return None
+    scope = {**fn.__globals__, **{name: names[name] for name in hit}} if hit else fn.__globals__
+    new = FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, tuple(cells) if fn.__closure__ else None)
+    new.__kwdefaults__ = fn.__kwdefaults__
+    new.__qualname__ = fn.__qualname__
+    new.__dict__.update({key: value for key, value in vars(fn).items() if key != "__wrapped__"})
+    return new
+
+
+def _rebound_cell(cell: Any, names: dict[str, Any], busy: tuple[FunctionType, ...]) -> Any:
+    try:
+        held = cell.cell_contents
+    except ValueError:
+        return cell
+    new = rebind(held, names, busy)
+    return cell if new is None else type(cell)(new)

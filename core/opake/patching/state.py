@@ -1,0 +1,94 @@
+"""What is applied to one model: kept on the model itself, so that a deep copy knows about its own patches."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .report import PatchReport
+from .undo import Undo
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from opake.records import Record
+
+_KEY = "_opake"
+_live: weakref.WeakSet[ModelState] = weakref.WeakSet()
+
+
+@dataclass(slots=True)
+class Applied:
+    """One record at one module, with its undo."""
+
+    record: Record
+    site: str
+    module: nn.Module
+    undo: Undo
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class ModelState:
+    """The applied records of a model, oldest first, the flag values and the report of the last call."""
+
+    applied: list[Applied] = field(default_factory=list)
+    report: PatchReport | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _live.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
+        from copy import deepcopy
+
+        new = ModelState(report=self.report, options=dict(self.options))
+        memo[id(self)] = new
+        new.applied = deepcopy(self.applied, memo)
+        return new
+
+    def __getstate__(self) -> None:
+        raise TypeError(
+            "a patched model cannot be pickled whole; save model.state_dict() or use save_pretrained, "
+            "or call opake.patches.restore(model) first"
+        )
+
+    def find(self, record: Record, module: nn.Module) -> Applied | None:
+        for entry in self.applied:
+            if entry.module is module and entry.record == record:
+                return entry
+        return None
+
+
+def state_of(model: nn.Module) -> ModelState | None:
+    """The state of an innermost model, None if it was never patched."""
+    return vars(model).get(_KEY)
+
+
+def open_state(model: nn.Module) -> ModelState:
+    """The state of an innermost model, made if need be."""
+    return vars(model).setdefault(_KEY, ModelState())
+
+
+def close_state(model: nn.Module) -> None:
+    """Forget the state of a model to which nothing is applied any more."""
+    state = vars(model).pop(_KEY, None)
+    if state is not None:
+        _live.discard(state)
+
+
+def any_live() -> bool:
+    """Whether any model in the process, a deep copy included, is still patched."""
+    return any(state.applied for state in _live)
+
+
+def axis_parameters(model: nn.Module) -> dict[str, str]:
+    """Qualified names (in `model`) of parameters that a patched op takes with an example axis, with the op's record."""
+    state = state_of(model)
+    if state is None:
+        return {}
+    return {
+        f"{entry.site}.{name}" if entry.site else name: str(entry.record)
+        for entry in state.applied
+        for name in entry.record.axis_parameters(entry.module)
+    }

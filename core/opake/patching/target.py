@@ -1,0 +1,77 @@
+"""Find the Transformers model inside what the user holds, and its family."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from opake import registry
+from opake.errors import FamilyBlocked, GenericFamilyWarning, UnknownFamily, UnsupportedModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The innermost model and what lies around it, outermost first: PEFT, DDP, torch.compile."""
+
+    model: nn.Module
+    wrappers: tuple[nn.Module, ...]
+    pretrained: bool
+
+    @property
+    def outermost(self) -> nn.Module:
+        return self.wrappers[0] if self.wrappers else self.model
+
+
+def locate(model: object) -> Target:
+    """The target of a call.
+
+    Raises:
+        UnsupportedModel: not an `nn.Module`, or weights on the meta device.
+    """
+    from torch import nn
+
+    from opake import hf
+
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"expected a model (an nn.Module), got {type(model).__name__}: {model!r:.80}")
+    wrappers: list[nn.Module] = []
+    inner = model
+    while (below := hf.wrapped(inner)) is not None and below is not inner:
+        wrappers.append(inner)
+        inner = below
+    return Target(inner, tuple(wrappers), hf.is_pretrained(inner))
+
+
+def require_weights(target: Target) -> None:
+    """Refuse a model without data: its layers are replaced when the weights are loaded."""
+    for name, parameter in target.model.named_parameters():
+        if parameter.is_meta:
+            raise UnsupportedModel(
+                f"{type(target.model).__name__}.{name} is on the meta device, so there is nothing to patch yet; "
+                "load the weights first (from_pretrained, or to_empty and load_state_dict), then patch"
+            )
+
+
+def family_of(model_type: str, strict: bool) -> registry.Family | None:
+    """The family plugin of a model_type; None stands for the generic patches, with one warning a model_type.
+
+    Raises:
+        UnknownFamily, FamilyBlocked: with `strict=True`, instead of the generic patches.
+        FamilyConflict, FamilyImportError, FamilyInvalid: a broken installation is never passed over in silence.
+    """
+    try:
+        return registry.load(model_type)
+    except (UnknownFamily, FamilyBlocked) as error:
+        if strict:
+            raise
+        if model_type not in _warned:
+            _warned.add(model_type)
+            text = f"{error}. Patching it generically: attention, masks, batching, cache and checkpointing only"
+            warnings.warn(text, GenericFamilyWarning, stacklevel=5)
+        return None
