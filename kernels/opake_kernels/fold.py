@@ -94,12 +94,14 @@ def function_pair(
     save_outputs: Sequence[int] = (),
     outputs: int = 1,
     stats: int = 0,
+    materialize: bool = False,
 ) -> Callable[..., Any]:
     """The callable op `pair(*tensors, groups, *settings)` over two autograd Functions (protocol: module docstring).
 
     `roles`: ROWS or SHARED for each tensor argument (None is allowed as a value). `outputs`: differentiable outputs,
     first. `stats`: outputs after them that are not differentiable (lse, rstd): they must be outputs to be saved across
-    transform levels.
+    transform levels. `materialize`: missing gradients arrive as zeros instead of None, for a backward that saves
+    nothing from which their shape would follow.
     """
     n_in = len(roles)
     saved_roles = [*[ROWS] * outputs, *[roles[i] for i in save_inputs], *[ROWS] * len(save_outputs)]
@@ -143,7 +145,7 @@ def function_pair(
             out = output if isinstance(output, tuple) else (output,)
             if stats:
                 ctx.mark_non_differentiable(*out[outputs:])
-            ctx.set_materialize_grads(False)
+            ctx.set_materialize_grads(materialize)
             ctx.save_for_backward(*[inputs[i] for i in save_inputs], *[out[i] for i in save_outputs])
             ctx.settings = inputs[n_in:]
             ctx.shapes = [

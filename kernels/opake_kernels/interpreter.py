@@ -1,8 +1,9 @@
 """Two repairs of Triton's CPU interpreter, made only under `TRITON_INTERPRET=1`.
 
 Loop bounds: the interpreter keeps scalars as arrays of one element, which NumPy >= 2.4 no longer turns into an int.
-Rounding: it cuts float32 to bfloat16 where the compiler, and PyTorch, round to nearest even; errors would look twice as large as
-they are. Both are probed by behaviour, so a Triton without the fault is left alone. Leaves compiled kernels untouched.
+Rounding: it cuts float32 to bfloat16 where the compiler, and PyTorch, round to nearest even; errors would look twice
+as large as they are. Both are probed by behaviour, so a Triton without the fault is left alone. Leaves compiled
+kernels untouched.
 """
 
 from __future__ import annotations
