@@ -42,6 +42,7 @@ _SIZES: dict[str, int] = {
     "vocab_size_per_layer_input": VOCABULARY,
     "sliding_window": 6,
     "index_topk": 4,
+    "rotary_dim": 8,
 }
 _TOKENS: dict[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # None in these means "derived from the sizes above", so a derived value may stand there as well
@@ -75,7 +76,7 @@ def tiny_model(
     """A random causal language model in training mode, float32 on the CPU, every parameter away from its initial value.
 
     model_type: a model type, or a config that is used as it is
-    attention: the attention implementation; None is what Transformers chooses, but eager where SDPA would drop a softcap
+    attention: the attention implementation; None is Transformers' choice, but eager where SDPA would drop a softcap
     """
     import torch
     from transformers import AutoModelForCausalLM
