@@ -1,0 +1,166 @@
+"""From tensors to launches of the RMSNorm kernels: tile sizes, strides, and how the rows of a group are shared out.
+
+Tensors come as (*groups, ..., C) with weights (*groups or ones, C), see fold.py. Rows are taken in the order of
+memory and outputs keep the layout of the input, so q and k norms on transposed or sliced projections copy nothing.
+Sizes follow from shapes and from the number of multiprocessors alone. Leaves out every check: the public functions
+have made them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from .fold import fold_groups, fold_shared
+from .launch import cdiv, launch, next_power_of_2, warps_for
+from .rms_kernels import (
+    backward_kernel,
+    forward_kernel,
+    sum_kernel,
+    wide_dw_kernel,
+    wide_dx_kernel,
+    wide_forward_kernel,
+)
+from .strided_rows import invert, memory_order, row_strides
+
+__all__ = ["rms_backward", "rms_forward"]
+
+# beyond this a row no longer fits the registers of one program together with its gradient
+_WIDEST_TILE = 8192
+_WIDE_BLOCK = 4096
+# backward programs for each multiprocessor, with and without a weight gradient to add up
+_WAVES_DW, _WAVES_DX = 4, 16
+_NOTHING = (1, 0, 0)
+
+
+@lru_cache(maxsize=256)
+def _tile(C: int) -> tuple[int, int, int]:
+    """(rows, block, warps) of one tile: at least 2048 elements, 16 for each thread."""
+    block = next_power_of_2(C)
+    rows = max(1, 2048 // block)
+    return rows, block, warps_for(rows * block)
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    # the interpreter gets two, so that a sum over programs is exercised there as well
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _share(R: int, G: int, rows: int, programs: int) -> tuple[int, int]:
+    """(rows a program, programs a group) for G groups of R rows in tiles of `rows`, about `programs` in all."""
+    per_group = max(1, min(cdiv(R, rows), cdiv(programs, G)))
+    per_program = cdiv(cdiv(R, per_group), rows) * rows
+    return per_program, cdiv(R, per_program)
+
+
+def _weight(weight: torch.Tensor | None, groups: int, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """(1 | G, C) with unit column stride, and the step from group to group (0: shared)."""
+    if weight is None:
+        return None, 0
+    w = fold_shared(weight, groups, x)
+    if w.stride(-1) != 1:
+        w = w.contiguous()
+    return w, 0 if w.shape[0] == 1 else w.stride(0)
+
+
+def rms_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    groups: int,
+    eps: float,
+    offset: float,
+    round_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(norm, sum, 1 / rms); the sum is None without a residual."""
+    order = memory_order(x, groups)
+    if order is not None:
+        x, residual = x.permute(order), None if residual is None else residual.permute(order)
+    dtype = total = x.dtype
+    if residual is not None:
+        dtype = total = torch.promote_types(x.dtype, residual.dtype)
+    if weight is not None and round_first:
+        dtype = torch.promote_types(total, weight.dtype)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    s = None if residual is None else torch.empty(x.shape, dtype=total, device=x.device)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if y.numel():
+        _launch_forward(x, residual, weight, y, s, rstd, groups, eps, offset, round_first)
+    if order is None:
+        return y, s, rstd
+    back = invert(order)
+    return y.permute(back), None if s is None else s.permute(back), rstd.permute(back[:-1])
+
+
+def _launch_forward(x, residual, weight, y, s, rstd, groups, eps, offset, round_first) -> None:
+    C, rows = x.shape[-1], rstd.numel()
+    w, w_step = _weight(weight, groups, x)
+    R = rows // fold_groups(x, groups) if w_step else rows
+    at, *x_rows = row_strides(x)
+    res, *res_rows = (None, *_NOTHING) if residual is None else row_strides(residual)
+    meta = {"OFFSET": offset, "ROUND": round_first and w is not None}
+    if C > _WIDEST_TILE:
+        args = (at, res, w, y, s, rstd, R, C, w_step, eps, *x_rows, *res_rows)
+        launch(wide_forward_kernel, (rows,), x, *args, **meta, BLOCK=_WIDE_BLOCK, num_warps=8)
+        return
+    tile, block, warps = _tile(C)
+    args = (at, res, w, y, s, rstd, rows, R, C, w_step, eps, *x_rows, *res_rows)
+    meta |= {"GROUPED": w_step != 0, "ROWS": tile, "BLOCK": block}
+    launch(forward_kernel, (cdiv(rows, tile),), x, *args, **meta, num_warps=warps)
+
+
+def rms_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    dsum: torch.Tensor | None,
+    need_dx: bool,
+    need_dw: bool,
+    groups: int,
+    offset: float,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx, dw): dx has the dtype and layout of x, `dsum` added in; dw has all groups, in the weight's dtype."""
+    order = memory_order(x, groups)
+    if order is not None:
+        x, dy, rstd = x.permute(order), dy.permute(order), rstd.permute(order[:-1])
+        dsum = None if dsum is None else dsum.permute(order)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
+    dw = None
+    if weight is not None and need_dw:
+        dw = torch.empty((*x.shape[:groups], x.shape[-1]), dtype=weight.dtype, device=x.device)
+    if x.numel():
+        _launch_backward(dy, x, weight, rstd.contiguous(), dsum, dx, dw, groups, offset)
+    elif dw is not None:
+        dw.zero_()
+    return dx if order is None or dx is None else dx.permute(invert(order)), dw
+
+
+def _launch_backward(dy, x, weight, rstd, dsum, dx, dw, groups, offset) -> None:
+    C, rows, G = x.shape[-1], rstd.numel(), fold_groups(x, groups)
+    w, w_step = _weight(weight, groups, x)
+    at, *x_rows = row_strides(x)
+    dy, *dy_rows = row_strides(dy)
+    ds, *ds_rows = (None, *_NOTHING) if dsum is None else row_strides(dsum)
+    waves = _WAVES_DX if dw is None else _WAVES_DW
+    wide = C > _WIDEST_TILE
+    tile, block, warps = (4, 512, 4) if wide else _tile(C)
+    per_program, programs = _share(rows // G, G, tile, waves * _multiprocessors(x.device))
+    part = dw
+    if dw is not None and programs > 1:
+        part = torch.empty((G * programs, C), dtype=torch.float32, device=x.device)
+    strides = (*x_rows, *dy_rows)
+    if not wide:
+        args = (dy, at, w, rstd, ds, dx, part, rows // G, per_program, programs, C, w_step, *strides, *ds_rows)
+        meta = {"OFFSET": offset, "ROWS": tile, "BLOCK": block, "STAGES": 2}
+        launch(backward_kernel, (G * programs,), x, *args, **meta, num_warps=warps)
+    if wide and dx is not None:
+        args = (dy, at, w, rstd, ds, dx, rows // G, C, w_step, *strides, *ds_rows)
+        launch(wide_dx_kernel, (rows,), x, *args, OFFSET=offset, BLOCK=_WIDE_BLOCK, num_warps=8)
+    if wide and dw is not None:
+        args = (dy, at, rstd, part, rows // G, per_program, programs, C, *strides)
+        launch(wide_dw_kernel, (G * programs, cdiv(C, block)), x, *args, ROWS=tile, BLOCK=block, num_warps=warps)
+    if dw is not None and part is not dw:
+        launch(sum_kernel, (G, cdiv(C, 64)), x, part, dw, programs, C, ROWS=32, BLOCK=64, num_warps=4)
