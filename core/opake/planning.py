@@ -1,0 +1,36 @@
+"""The plan of a family without a model: its hooks asked with the default config of the model type."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from opake import presence, registry
+from opake.errors import MissingDependency
+from opake.hookcalls import Planned
+
+
+def plan(model_type: str) -> tuple[registry.Family, list[Planned]]:
+    """The family of a model type and its plan, on the default config of the installed Transformers.
+
+    Raises the errors of `registry.load`, and MissingDependency where Transformers has no such model.
+    """
+    family = registry.load(model_type)
+    hf, config = modeling(family)
+    return family, family.plan(hf, config)
+
+
+def modeling(family: registry.Family) -> tuple[Any, Any]:
+    """(modeling module, default config) of a family; the module as the patching engine hands it to hooks."""
+    name = presence.modeling_module(family.model_type, family.claim.module)
+    if name is None:
+        needs = [c.status for c in registry.listed() if c.name == family.model_type and c.status.startswith("needs")]
+        raise MissingDependency(
+            f"the installed Transformers has no modeling module for {family.model_type!r}"
+            + (f"; it {needs[0]}" if needs else "; patch a model and print opake.patches.patch_report(model) instead")
+        )
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from opake.hf import ModelingModule
+
+    return ModelingModule(importlib.import_module(name)), CONFIG_MAPPING[family.model_type]()

@@ -1,0 +1,149 @@
+"""Is a family right? Per-example gradients of a patched tiny model against a loop over an unpatched copy.
+
+The loop is one ordinary `backward()` a row with the attention implementation that the model was built with. Speed and
+GPU kernels are left to the tests; kernels run here through their plain twins, each switched on by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from opake import registry
+from opake.errors import UnknownFamily
+from opake.testing.tiny import tiny_batch, tiny_model
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+TOLERANCE = 5e-6
+KERNELS = ("rope", "rms_norm", "activation", "cross_entropy")
+# name of the check: (padding, flags)
+CASES: Mapping[str, tuple[str, dict[str, bool]]] = {
+    "right": ("right", {}),
+    "left": ("left", {}),
+    "unpadded": ("none", {}),
+    "kernels": ("right", dict.fromkeys(KERNELS, True)),
+}
+
+
+@dataclass
+class Outcome:
+    """What a check found: errors by case, whether `restore` was complete, and every reason to call it a failure."""
+
+    model_type: str
+    model: str = "-"
+    attention: str = "-"
+    errors: dict[str, float] = field(default_factory=dict)
+    restored: bool | None = None
+    failures: list[str] = field(default_factory=list)
+
+    def cells(self) -> tuple[str, ...]:
+        errors = (f"{self.errors[case]:.1e}" if case in self.errors else "-" for case in CASES)
+        restored = "-" if self.restored is None else "yes" if self.restored else "FAIL"
+        return (self.model_type, self.model, self.attention, *errors, restored, "FAIL" if self.failures else "ok")
+
+
+def check_family(model_type: str) -> Outcome:
+    """Run every case; what goes wrong becomes a reason in the outcome and stops this family only."""
+    outcome = Outcome(model_type)
+    try:
+        _check(model_type, outcome)
+    except Exception as error:
+        outcome.failures.append(f"{type(error).__name__}: {error}")
+    return outcome
+
+
+def relative_error(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """Largest deviation of a parameter's gradients, relative to its largest gradient.
+
+    A parameter whose gradients are rounding noise is measured against 1e-4 of the model's largest gradient instead.
+    """
+    largest = max(float(grad.abs().max()) for grad in wanted.values())
+    if set(got) != set(wanted):
+        return float("inf")
+    errors = [
+        float((got[name] - grad).abs().max()) / (float(grad.abs().max()) + 1e-4 * largest)
+        for name, grad in wanted.items()
+    ]
+    # a comparison with NaN is false, so `max` alone could hide one
+    return max(errors) if all(error < float("inf") for error in errors) else float("inf")
+
+
+def loop_grads(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """{name: (rows, *shape)}: the gradient of each row alone, by ordinary backward passes of one row."""
+    import torch
+
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for i in range(len(batch["input_ids"])):
+        loss = model(**{name: tensor[i : i + 1] for name, tensor in batch.items()}, use_cache=False).loss
+        rows.append(torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True))
+    return {name: torch.stack(grads) for name, grads in zip(parameters, zip(*rows, strict=True), strict=True)}
+
+
+def _check(model_type: str, outcome: Outcome) -> None:
+    from opake.patches import apply_model_patches, restore
+
+    _check_plan(model_type, outcome)
+    stock = tiny_model(model_type)
+    model = copy.deepcopy(stock)
+    outcome.model, outcome.attention = type(model).__name__, str(model.config._attn_implementation)
+    before = _attributes(model)
+    for case, (padding, flags) in CASES.items():
+        batch = tiny_batch(padding=padding)
+        apply_model_patches(model, **flags)
+        error = relative_error(_vmap_grads(model, batch), loop_grads(stock, batch))
+        restore(model)
+        outcome.errors[case] = error
+        if not error <= TOLERANCE:
+            outcome.failures.append(f"{case}: relative error {error:.1e} is above {TOLERANCE:.0e}")
+    left = _differences(before, _attributes(model))
+    outcome.restored = not left
+    if left:
+        outcome.failures.append(f"restore left {', '.join(left[:3])}" + (" and more" if len(left) > 3 else ""))
+
+
+def _check_plan(model_type: str, outcome: Outcome) -> None:
+    """Every class that the family names must exist; an unregistered model type has no plan to check."""
+    from opake import hf, planning
+
+    try:
+        family = registry.load(model_type)
+    except UnknownFamily:
+        return
+    for row in family.plan(*planning.modeling(family)):
+        absent = getattr(row.record, "cls", None)
+        if isinstance(absent, hf.Absent):
+            outcome.failures.append(f"{row.record} ({row.source}): {absent.reason}")
+
+
+def _vmap_grads(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from opake.functional import per_example_grads
+
+    trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return per_example_grads(model, engine="vmap")(trainable, **batch)
+
+
+def _attributes(model: torch.nn.Module) -> dict[str, Any]:
+    """Every instance attribute of every module, and every entry of those that are dictionaries (hooks, buffers)."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            found[f"{name}.{key}"] = value
+            if isinstance(value, dict):
+                found |= {f"{name}.{key}[{inner!r}]": entry for inner, entry in value.items()}
+    config = getattr(model, "config", None)
+    return found | {f"config.{key}": value for key, value in vars(config).items()}
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    missing = object()
+    return [name for name in {**before, **after} if not _same(before.get(name, missing), after.get(name, missing))]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, str | int | float) and one == other)
