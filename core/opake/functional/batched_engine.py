@@ -1,0 +1,129 @@
+"""The fast engine: one ordinary backward over the microbatch, every parameter carrying an explicit example axis.
+
+Each trainable parameter is expanded, without new storage, to (B, *shape). The ops that consume it know that axis, so
+the gradient with respect to the expanded parameter is the per-example gradient: no functorch, no hooks, nothing global.
+It may only be offered where that is proved; `obstacle` asks for the proof and says in words what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from opake.functional.chunk import Chunk, Engine
+from opake.functional.module import check_params, frozen_rest
+from opake.functional.rows import Rows
+from opake.functional.target import Target
+
+IGNORED = -100
+Losses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def obstacle(
+    target: Target, params: Mapping[str, torch.Tensor], rows: Rows, *, randomness: str, has_aux: bool
+) -> str | None:
+    """Why the batched engine cannot serve this call; None if it provably can."""
+    model = target.model
+    if model is None:
+        return "the target is a function, and only vmap sees into one"
+    if has_aux:
+        return "has_aux: other outputs of a row come from the vmap engine alone"
+    if randomness != "different":
+        return f"randomness={randomness!r} is kept by the vmap engine alone"
+    from opake.patching import state
+    from opake.patching.target import locate
+
+    inner = locate(model).model
+    independent = getattr(state, "row_independent", _unproved)(inner)
+    return independent or _loss_obstacle(inner, rows) or _axis_obstacle(model, inner, params)
+
+
+def _unproved(model: nn.Module) -> str:
+    return f"nothing proves that the rows of {type(model).__name__} are independent in one batch"
+
+
+def _loss_obstacle(inner: nn.Module, rows: Rows) -> str | None:
+    named = rows.rebuild(rows.leaves)[1]
+    if row_losses_of(inner) is None:
+        return f"the loss of {type(inner).__name__} is not known per row"
+    if named.get("labels") is None or "shift_labels" in named or "num_items_in_batch" in named:
+        return f"per-row losses need labels and nothing else about the loss; the rows are {', '.join(named)}"
+    if getattr(getattr(inner, "config", None), "output_router_logits", False):
+        return "the router's auxiliary loss is part of the loss"
+    return None
+
+
+def _axis_obstacle(model: nn.Module, inner: nn.Module, params: Mapping[str, torch.Tensor]) -> str | None:
+    """Every name of every given parameter must belong to an op that takes it with an example axis."""
+    from opake.patching.state import axis_parameters
+
+    aware = set(axis_parameters(inner))
+    blind = {id(p) for name, p in inner.named_parameters(remove_duplicate=False) if name not in aware}
+    own = dict(model.named_parameters(remove_duplicate=False))
+    missing = [name for name in params if name in own and id(own[name]) in blind]
+    if not missing:
+        return None
+    shown = ", ".join(missing[:2]) + (", ..." if len(missing) > 2 else "")
+    return (
+        f"{len(missing)} of {len(params)} trainable parameters are consumed by an op without an example axis: {shown}"
+    )
+
+
+def row_losses_of(inner: nn.Module) -> Losses | None:
+    """`(logits (B, T, V), labels (B, T)) -> (B,)` equal, row by row, to the model's own loss; None if unknown.
+
+    A loss function says so itself, by an attribute `row_losses`; the core's causal loss is known here.
+    """
+    from opake.batching.loss import row_loss
+
+    current = getattr(inner, "loss_function", None)
+    return causal_row_losses if current is row_loss else getattr(current, "row_losses", None)
+
+
+def causal_row_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of the next token for each row, fp32; 0 where every label of a row is ignored.
+
+    logits (B, T, V), labels (B, T) -> (B,)
+    """
+    shifted = labels[:, 1:].to(logits.device)
+    flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
+    tokens = nn.functional.cross_entropy(flat, shifted.reshape(-1), ignore_index=IGNORED, reduction="none")
+    return tokens.view(shifted.shape).sum(1) / (shifted != IGNORED).sum(1).clamp(min=1)
+
+
+def build(target: Target) -> Engine:
+    """The engine for a target that has no obstacle."""
+    model = target.model
+    assert model is not None, "only a model has an obstacle-free batched engine"
+
+    def run(params: Mapping[str, torch.Tensor], rows: Rows) -> Chunk:
+        check_params(model, params)
+        wide = {name: p.detach().expand(rows.count, *p.shape).requires_grad_() for name, p in params.items()}
+        held = {f"model.{name}": p for name, p in {**frozen_rest(model, params), **wide}.items()}
+        with torch.enable_grad():
+            grads, losses = functional_call(_Step(model), held, (rows.leading()[1], list(wide.values())))
+        return Chunk(dict(zip(wide, grads, strict=True)), losses, ())
+
+    return run
+
+
+class _Step(nn.Module):
+    """Forward and backward as one call, so that stock checkpointing recomputes while the parameters are swapped in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, Any], wide: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        from opake.patching.target import locate
+
+        losses_of = row_losses_of(locate(self.model).model)
+        assert losses_of is not None, "the loss was known when the engine was chosen"
+        labels = batch.pop("labels")
+        losses = losses_of(self.model(**batch).logits, labels)
+        grads = torch.autograd.grad(losses.sum(), wide, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(wide, grads, strict=True)], losses.detach()

@@ -1,0 +1,130 @@
+"""The sum of clipped per-example gradients, made microbatch by microbatch without ever holding all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from opake.errors import InputError, OptionTypeError
+from opake.functional.chunk import Engine
+from opake.functional.clipping import ClippedSum
+from opake.functional.engines import check_options, choose
+from opake.functional.per_example import concatenated
+from opake.functional.rows import Rows, check_microbatch_size
+from opake.functional.target import check_call, resolve
+
+NO_CAPTURE = "no capture: CUDA graph capture is not built yet"
+
+
+class ClippedGrad(NamedTuple):
+    """Result of `clipped_grad`.
+
+    grads: `{name: tensor}`, the sum over rows of clipped gradients, in the parameters' dtypes and shapes.
+    norms, losses: (B,), float32, of the rows before clipping; 0 for padding rows.
+    clipped: how many rows had a norm above `clip_norm`; nonfinite: how many were dropped for an infinite or NaN entry.
+        Both are int64 scalars on the device of the gradients: reading them waits for the device.
+    engine, reason: which engine computed it, and why in words.
+    """
+
+    grads: dict[str, torch.Tensor]
+    norms: torch.Tensor
+    losses: torch.Tensor
+    clipped: torch.Tensor
+    nonfinite: torch.Tensor
+    engine: str
+    reason: str
+
+
+def clipped_grad(
+    target: Callable | torch.nn.Module,
+    *,
+    clip_norm: float,
+    has_aux: bool = False,
+    in_dims: Any = None,
+    randomness: str = "different",
+    microbatch_size: int | None = None,
+    engine: str = "auto",
+    capture: str | bool = "auto",
+) -> Callable[..., Any]:
+    """A function `f(params, *rows, row_weight=None, **rows) -> ClippedGrad`: each row clipped to `clip_norm`, summed.
+
+    The L2 norm of a row is taken over all of `params` together. Arguments are those of `per_example_grads`, and:
+
+    clip_norm: C > 0; `math.inf` does not clip.
+    microbatch_size: at most so many rows' gradients, (b, P), are alive at a time, besides one float32 sum.
+    capture: "auto" or False; True raises EngineUnavailable until it is built.
+    row_weight: (B,), 1 for rows and 0 for padding rows, which add nothing and are not counted.
+    has_aux: `f` returns `(ClippedGrad, aux)`.
+
+    The contribution of every row has a norm of at most C in real numbers, and a row with an infinite or NaN gradient
+    contributes exactly zero. Sums are float32 or wider and are cast toward zero to a narrower parameter dtype (see
+    `opake.functional.clipping`). With zero rows: zeros, and no call of the target. Nothing is read on the host.
+
+    The method is that of Abadi et al. 2016, "Deep Learning with Differential Privacy".
+    """
+    check_options(engine, randomness, capture)
+    check_microbatch_size(microbatch_size)
+    _check_clip_norm(clip_norm)
+    resolved = resolve(target, has_aux)
+
+    def f(
+        params: Mapping[str, torch.Tensor], /, *args: Any, row_weight: torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        rows = check_call(resolved, params, args, kwargs, in_dims)
+        real = _real_rows(row_weight, rows.count)
+        choice = choose(resolved, params, rows, engine, randomness=randomness, has_aux=has_aux)
+        sums = ClippedSum(params, clip_norm)
+        norms, losses, clipped, nonfinite, aux = _accumulate(choice.run, sums, params, rows, real, microbatch_size)
+        reason = f"{choice.reason}; {NO_CAPTURE if capture == 'auto' else 'capture=False was asked for'}"
+        out = ClippedGrad(sums.result(), norms, losses, clipped, nonfinite, choice.name, reason)
+        return (out, aux) if has_aux else out
+
+    name = getattr(target, "__name__", type(target).__name__)
+    f.__name__ = f.__qualname__ = f"clipped_grad({name})"
+    return f
+
+
+def _accumulate(
+    run: Engine,
+    sums: ClippedSum,
+    params: Mapping[str, torch.Tensor],
+    rows: Rows,
+    real: torch.Tensor | None,
+    size: int | None,
+) -> tuple[Any, ...]:
+    """Feed every microbatch into `sums`: norms, losses, the two counts, aux."""
+    device = next(iter(params.values())).device
+    norms, losses, parts = [], [], []
+    clipped, nonfinite = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+    for place, piece in rows.microbatches(size):
+        chunk = run(params, piece)
+        part = None if real is None else real[place].to(device)
+        row_norms, over, lost = sums.add(chunk.grads, part)
+        loss = chunk.losses.float().to(device)
+        norms.append(row_norms)
+        losses.append(loss if part is None else loss.masked_fill(~part, 0))
+        clipped, nonfinite = clipped + over, nonfinite + lost
+        parts.append(chunk.aux)
+    if not parts:
+        return (*(torch.zeros(0, device=device) for _ in range(2)), clipped, nonfinite, None)
+    return torch.cat(norms), torch.cat(losses), clipped, nonfinite, concatenated(parts)
+
+
+def _check_clip_norm(clip_norm: float) -> None:
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)):
+        raise OptionTypeError(f"clip_norm is a number, got {clip_norm!r} ({type(clip_norm).__name__})")
+    if math.isnan(clip_norm) or clip_norm <= 0:
+        raise InputError(f"clip_norm is positive, got {clip_norm}")
+
+
+def _real_rows(row_weight: torch.Tensor | None, count: int) -> torch.Tensor | None:
+    if row_weight is None:
+        return None
+    if not isinstance(row_weight, torch.Tensor):
+        raise OptionTypeError(f"row_weight is a tensor of {count} weights, got {type(row_weight).__name__}")
+    if row_weight.shape != (count,):
+        raise InputError(f"row_weight has shape {tuple(row_weight.shape)}, the rows are {count}; it needs ({count},)")
+    return row_weight > 0 if row_weight.dtype != torch.bool else row_weight
