@@ -67,8 +67,8 @@ class Record:
         return frozenset()
 
     def __str__(self) -> str:
-        values = (getattr(self, field.name) for field in fields(self))
-        return f"{type(self).__name__}({', '.join(_shown(value) for value in values if value is not None)})"
+        values = [(field, getattr(self, field.name)) for field in fields(self)]
+        return f"{type(self).__name__}({', '.join(_shown(value) for field, value in values if value != field.default)})"
 
 
 def _shown(value: object) -> str:
@@ -111,6 +111,10 @@ class Rotary(ClassRecord):
     """
 
     flag: ClassVar[str] = "rope"
+    _through: ClassVar[str | None] = "rows.rotary"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        yield from self._implementation().sites(self, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +122,20 @@ class RMSNorm(ClassRecord):
     """Root-mean-square normalisation; weight offset and cast order are found by looking at the module's own numbers."""
 
     flag: ClassVar[str] = "rms_norm"
+    _through: ClassVar[str | None] = "rows.rms_norm"
 
 
 @dataclass(frozen=True, slots=True)
 class AddRMSNorm(ClassRecord):
-    """Residual addition followed by `RMSNorm` in a decoder layer that adds first and normalises the sum."""
+    """Residual addition followed by `RMSNorm` in a decoder layer that adds first and normalises the sum.
 
+    cls: the decoder layer. addend, norm: its submodules whose output is added, and that normalises the sum.
+    """
+
+    addend: str = "self_attn"
+    norm: str = "post_attention_layernorm"
     flag: ClassVar[str] = "rms_norm"
+    _through: ClassVar[str | None] = "rows.add_rms_norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +143,7 @@ class GatedMLP(ClassRecord):
     """Gated MLP; the activation is read from the module, so `config.hidden_act` is honoured."""
 
     flag: ClassVar[str] = "activation"
+    _through: ClassVar[str | None] = "rows.gated_mlp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +151,7 @@ class CrossEntropy(ClassRecord):
     """Cross-entropy over logits, installed through the public `loss_function` of the causal LM."""
 
     flag: ClassVar[str] = "cross_entropy"
+    _through: ClassVar[str | None] = "rows.cross_entropy"
 
 
 @dataclass(frozen=True, slots=True)
