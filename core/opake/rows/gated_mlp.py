@@ -87,7 +87,8 @@ def _projections(module: nn.Module) -> tuple[str, ...] | None:
 def _computes_a_gated_mlp(module: nn.Module) -> bool:
     """Run the class on a small stand-in and compare with ours."""
     names, function = _projections(module), _function_name(module)
-    assert names is not None and function is not None
+    assert names is not None
+    assert function is not None
     wide = 12 if names is COMBINED else 6
     layers = {name: nn.Linear(4, wide, bias=False) for name in names[:-1]} | {names[-1]: nn.Linear(6, 4, bias=False)}
     for seed, layer in enumerate(layers.values()):

@@ -54,6 +54,7 @@ def apply(record: Rotary, module: nn.Module) -> Undo:
     layout = layout_of(record.cls.module)
     assert layout is not None, "checked by fits"
     forward = rebind(unbound(module, "forward"), {NAME: functools.partial(rotate, layout)})
+    assert forward is not None, "found by sites"
     return Undo([put(module, "forward", MethodType(forward, module))])
 
 
