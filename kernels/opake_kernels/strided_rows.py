@@ -18,12 +18,12 @@ __all__ = ["invert", "memory_order", "row_strides"]
 def memory_order(x: torch.Tensor, fixed: int) -> tuple[int, ...] | None:
     """The permutation that sorts the row dimensions after the first `fixed` by falling stride; None if they are sorted.
 
-    The last dimension (the columns) stays. Dimensions of size one never move.
+    The last dimension (the columns) stays; so do dimensions of size one and expanded ones.
     """
     if x.is_contiguous():
         return None
     last = x.dim() - 1
-    rows = [d for d in range(fixed, last) if x.shape[d] != 1]
+    rows = [d for d in range(fixed, last) if x.shape[d] != 1 and x.stride(d) != 0]
     ordered = sorted(rows, key=lambda d: -x.stride(d))
     if ordered == rows:
         return None
