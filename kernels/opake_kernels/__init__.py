@@ -1,1 +1,21 @@
 """Fused Triton ops with a plain PyTorch twin each; they know nothing about models."""
+
+from .cross_entropy import opake_cross_entropy_loss
+from .gated import (
+    opake_gated_activation,
+    opake_geglu_approx,
+    opake_geglu_exact,
+    opake_relu_squared,
+    opake_swiglu,
+)
+from .selective_log_softmax import opake_selective_log_softmax
+
+__all__ = [
+    "opake_cross_entropy_loss",
+    "opake_gated_activation",
+    "opake_geglu_approx",
+    "opake_geglu_exact",
+    "opake_relu_squared",
+    "opake_selective_log_softmax",
+    "opake_swiglu",
+]

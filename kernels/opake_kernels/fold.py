@@ -28,10 +28,24 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-__all__ = ["ROWS", "SHARED", "fold_groups", "fold_rows", "fold_shared", "function_pair", "sum_to_shape"]
+__all__ = [
+    "ROWS",
+    "SHARED",
+    "fold_groups",
+    "fold_rows",
+    "fold_shared",
+    "function_pair",
+    "sum_to_shape",
+    "transforms_active",
+]
 
 # how a tensor argument meets a mapped dimension that it does not have: expanded, or kept as a group of one
 ROWS, SHARED = "rows", "shared"
+
+
+def transforms_active() -> bool:
+    """True inside any `torch.func` transform, where the values of a tensor may not be looked at."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def lead(tensor: Any, dim: int | None, size: int, role: str) -> Any:

@@ -4,9 +4,11 @@ Without CUDA every kernel runs in Triton's interpreter on the CPU, which must be
 """
 
 import os
+import warnings
 
 import pytest
 import torch
+from torch.func import grad, jvp, vjp, vmap
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -97,6 +99,95 @@ def check_op():
             assert not isinstance(new, torch.Tensor) or torch.equal(old, new), "an input was written"
         _check_twice(op, args, diff)
         return got
+
+    return check
+
+
+def _scalar(fn):
+    """`fn` with its outputs weighted by fixed, uneven factors and summed, so that no gradient is constant."""
+
+    def loss(*args):
+        total = 0.0
+        for out in _tensors(fn(*args)):
+            factor = torch.cos(torch.arange(out.numel(), dtype=out.dtype, device=out.device)).reshape(out.shape)
+            total = total + (out * factor).sum()
+        return total
+
+    return loss
+
+
+def _batched(arg, sizes, dims):
+    """`arg` with new dimensions, each slice rolled so that examples differ."""
+    for size, dim in zip(sizes, dims, strict=True):
+        if dim is not None:
+            arg = torch.stack([torch.roll(arg, i) for i in range(size)], dim)
+    return arg
+
+
+def _programs(n, diff):
+    """(transform of an op, sizes and in_dims of the new dimensions) for every nesting and pattern."""
+    lead = (0,) * n
+    patterns = [lead, (-1,) * n]
+    if n > 1:
+        patterns += [tuple(None if i == j else 0 for i in range(n)) for j in range(n)]
+    for dims in patterns:
+        yield lambda f, d=dims: vmap(grad(_scalar(f), diff), d), (3,), (dims,)
+        yield lambda f, d=dims: vmap(_vjp(f, diff), d), (3,), (dims,)
+        yield lambda f, d=dims: grad(_scalar(vmap(f, d)), diff), (3,), (dims,)
+        yield lambda f, d=dims: vmap(vmap(grad(_scalar(f), diff), lead), d), (2, 3), (lead, dims)
+        yield lambda f, d=dims: vmap(grad(_scalar(vmap(f, d)), diff), lead), (2, 3), (dims, lead)
+
+
+@pytest.fixture
+def check_transforms():
+    """check_transforms(op, twin, args, diff): every nesting of vmap, grad and vjp, judged as in check_op.
+
+    `args` are tensors of one example; every in_dims pattern is tried: all mapped, each one shared, last dimension.
+    """
+
+    def check(op, twin, args, diff):
+        for transform, sizes, dims in _programs(len(args), diff):
+            data = [_batched(a, sizes, [d[i] for d in dims]) for i, a in enumerate(args)]
+            results = [transform(f)(*d) for f, d in ((op, data), (twin, data), (twin, _to(data, torch.float64)))]
+            _assert_errors(*results)
+
+    return check
+
+
+def _vjp(fn, diff):
+    """The gradient as opake's own vmap engine asks for it: a vjp that keeps no graph."""
+
+    def pull(*args):
+        def of(*leaves):
+            full = list(args)
+            for i, leaf in zip(diff, leaves, strict=True):
+                full[i] = leaf
+            return _scalar(fn)(*full)
+
+        out, back = vjp(of, *[args[i] for i in diff])
+        return back(torch.ones_like(out), retain_graph=False, create_graph=False)
+
+    return pull
+
+
+@pytest.fixture
+def check_refusals():
+    """check_refusals(op, args, diff): double backward and forward mode raise and say which op it was."""
+
+    def check(op, args, diff):
+        args = [a.detach().requires_grad_() if i in diff else a for i, a in enumerate(args)]
+        leaf = args[diff[0]]
+        (first,) = torch.autograd.grad(_scalar(op)(*args), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"opake_.*double backward is not supported"):
+            torch.autograd.grad(first.sum(), leaf)
+        with pytest.raises(RuntimeError, match=r"opake_.*double backward is not supported"):
+            grad(lambda x: grad(lambda x: _scalar(op)(x, *args[1:]))(x).sum())(args[0])
+        primal = (args[0].detach(),)
+        with warnings.catch_warnings():
+            # torch's own import of its forward-mode rules
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+            with pytest.raises(RuntimeError, match=r"opake_.*forward-mode.*not supported"):
+                jvp(lambda x: op(x, *args[1:]), primal, primal)
 
     return check
 

@@ -1,0 +1,107 @@
+"""Row-wise softmax over a vocabulary, as device code: scale, soft cap, log of the sum of exponentials, tiles of a row.
+
+Shared by cross_entropy.py and selective_log_softmax.py. Each thread keeps its own running maximum and sum over the
+columns that it reads and they are joined once, after the row: no barrier inside the loop, and one rescaling for every W
+exponentials. Rows may start at any address: tiles begin at the aligned address before the row, so that an odd
+vocabulary (50257) is read 16 bytes at a time as well. Leaves out anything about labels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .launch import jit, next_power_of_2, tl
+
+__all__ = ["aligned_start", "cap_scale", "cap_scale_grad", "grad_tile", "row_logsumexp", "row_tile"]
+
+
+@jit
+def _tanh(y):
+    # the rational form cancels near zero: a series serves there
+    q = y * y
+    series = y * (1.0 + q * (-0.3333333333 + q * (0.1333333333 + q * (-0.05396825397 + q * 0.02186948854))))
+    return tl.where(q < 0.09, series, 2.0 * tl.sigmoid(2.0 * y) - 1.0)
+
+
+@jit
+def cap_scale(x, scale, cap, CAP: tl.constexpr):
+    """scale * x, then cap * tanh(. / cap) (soft cap: Gemma 2, arXiv 2408.00118)."""
+    z = x.to(tl.float32) * scale
+    if CAP:
+        z = cap * _tanh(z / cap)
+    return z
+
+
+@jit
+def cap_scale_grad(z, scale, cap, CAP: tl.constexpr):
+    """Derivative of `cap_scale` by x, from its value z."""
+    slope = scale
+    if CAP:
+        slope = scale * (1.0 - (z / cap) * (z / cap))
+    return slope
+
+
+@jit
+def aligned_start(start, W: tl.constexpr):
+    """(aligned, shift): the multiple of W at or before element `start`, and how far before."""
+    shift = start % W
+    return tl.multiple_of(start - shift, W), shift
+
+
+@jit
+def _accumulate(m, s, total, x, inside, scale, cap, CAP: tl.constexpr, TOTAL: tl.constexpr, MASKED: tl.constexpr):
+    z = cap_scale(x, scale, cap, CAP)
+    if TOTAL:
+        total += tl.sum(tl.where(inside, z, 0.0) if MASKED else z, 1)
+    if MASKED:
+        z = tl.where(inside, z, -float("inf"))
+    new = tl.maximum(m, tl.max(z, 1))
+    # a run of -inf logits must not give inf - inf
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    s = s * tl.exp(m - safe) + tl.sum(tl.exp(z - safe[:, None]), 1)
+    return new, s, total
+
+
+@jit
+def row_logsumexp(
+    L, start, V, scale, cap, CAP: tl.constexpr, TOTAL: tl.constexpr, T: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """(logsumexp, sum) of the V scaled and capped logits from element `start` of L; the sum only with TOTAL."""
+    aligned, shift = aligned_start(start, W)  # pyright: ignore
+    base = L + aligned
+    lane = tl.arange(0, T)[:, None] * W + tl.arange(0, W)[None, :]
+    # columns of the aligned row are [shift, end)
+    end = V + shift
+    m = tl.full((T,), -float("inf"), tl.float32)
+    s = tl.zeros((T,), tl.float32)
+    total = tl.zeros((T,), tl.float32)
+
+    inside = (lane >= shift) & (lane < end)
+    x = tl.load(base + lane, mask=inside, other=0.0)
+    m, s, total = _accumulate(m, s, total, x, inside, scale, cap, CAP, TOTAL, True)
+    for at in range(T * W, end - T * W + 1, T * W):
+        x = tl.load(base + at + lane)
+        m, s, total = _accumulate(m, s, total, x, inside, scale, cap, CAP, TOTAL, False)
+    last = end // (T * W) * (T * W)
+    if last > 0:
+        inside = lane < end - last
+        x = tl.load(base + last + lane, mask=inside, other=0.0)
+        m, s, total = _accumulate(m, s, total, x, inside, scale, cap, CAP, TOTAL, True)
+
+    top = tl.max(m, 0)
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    return safe + tl.log(tl.sum(s * tl.exp(m - safe), 0)), tl.sum(total, 0)
+
+
+def row_tile(logits: torch.Tensor) -> dict[str, int]:
+    """T, W and num_warps for the rows of `logits`: W columns are 16 bytes, T of them make a tile."""
+    W = 16 // logits.element_size()
+    T = min(512, max(32, next_power_of_2(logits.shape[-1] // W)))
+    return {"T": T, "W": W, "num_warps": max(T // 64, 1)}
+
+
+def grad_tile(logits: torch.Tensor) -> dict[str, int]:
+    """BLOCK, W and num_warps for writing the gradient of `logits`, whose tiles begin on multiples of W columns."""
+    W = 16 // logits.element_size()
+    block = min(4096, max(256, next_power_of_2(logits.shape[-1] + W - 1)))
+    return {"BLOCK": block, "W": W, "num_warps": max(block // 512, 1)}

@@ -1,0 +1,139 @@
+"""Log-probabilities of chosen classes: log_softmax(logits).gather(-1, indices) without the log_softmax.
+
+One pass over the logits forward, one backward, as in cross_entropy.py, for K chosen classes a row (policy-gradient
+losses, distillation on a few classes). Leaves out scaling, masking and reduction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .checks import check_float, check_index, check_same_device, check_shape
+from .cross_entropy import check_labels
+from .fold import ROWS, function_pair, transforms_active
+from .launch import DEBUG, cdiv, jit, launch, next_power_of_2, tl, uses_triton
+from .row_softmax import aligned_start, grad_tile, row_logsumexp, row_tile
+from .strided_rows import row_strides
+
+__all__ = ["opake_selective_log_softmax", "selective_log_softmax_reference"]
+
+# no index is ignored; this value can be none
+_NEVER = -(2**62)
+
+
+def selective_log_softmax_reference(
+    logits: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The plain twin of `opake_selective_log_softmax`; `dtype` of the result, by default that of the logits."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    valid = (indices >= 0) & (indices < logits.shape[-1])
+    chosen = z.gather(-1, torch.where(valid, indices, 0).long()) - torch.logsumexp(z, -1, keepdim=True)
+    return (chosen * torch.where(valid, 1.0, torch.nan).to(z.dtype)).to(dtype or logits.dtype)
+
+
+@jit
+def _forward_kernel(
+    L, I, OUT, LSE, V, K, inner, outer, step, KB: tl.constexpr, T: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = (row // inner) * outer + (row % inner) * step
+    lse, _ = row_logsumexp(L, start, V, 1.0, 0.0, False, False, T, W)  # pyright: ignore
+    tl.store(LSE + row, lse)
+    k = tl.arange(0, KB)
+    index = tl.load(I + row * K + k, mask=k < K, other=-1)
+    valid = (index >= 0) & (index < V)
+    z = tl.load(L + start + tl.where(valid, index, 0), mask=valid, other=0.0).to(tl.float32)
+    tl.store(OUT + row * K + k, tl.where(valid, z - lse, float("nan")), mask=k < K)
+
+
+@jit
+def _backward_kernel(
+    L, I, LSE, G, D, V, K, NB, inner, outer, step, BLOCK: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """One tile of one row a program: d = sum_k g_k (onehot_k - softmax)."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // NB
+    aligned, shift = aligned_start(row * V, W)  # pyright: ignore
+    first = (program % NB) * BLOCK - shift
+    lane = tl.arange(0, BLOCK)
+    inside = (lane >= -first) & (lane < V - first)
+    source = L + ((row // inner) * outer + (row % inner) * step + first) + lane
+    p = tl.exp(tl.load(source, mask=inside, other=0.0).to(tl.float32) - tl.load(LSE + row))
+    total = 0.0
+    chosen = tl.zeros((BLOCK,), tl.float32)
+    for k in range(K):
+        index = tl.load(I + row * K + k)
+        g = tl.load(G + row * K + k).to(tl.float32)
+        g = tl.where((index >= 0) & (index < V), g, float("nan"))
+        total += g
+        chosen += tl.where(lane == index - first, g, 0.0)
+    tl.store(D + aligned + (program % NB) * BLOCK + lane, chosen - p * total, mask=inside)
+
+
+def _forward(logits: torch.Tensor, indices: torch.Tensor, groups: int, dtype: torch.dtype) -> Any:
+    if DEBUG:
+        check_labels("opake_selective_log_softmax", indices, logits.shape[-1], _NEVER)
+    out = torch.empty(indices.shape, dtype=dtype, device=logits.device)
+    lse = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
+    x, inner, outer, step = row_strides(logits)
+    K = indices.shape[-1]
+    launch(
+        _forward_kernel, (lse.numel(),), x, x, indices.contiguous(), out, lse, x.shape[-1], K, inner, outer, step,
+        KB=next_power_of_2(K), **row_tile(x),
+    )  # fmt: skip
+    return out, lse
+
+
+def _backward(grads: Any, saved: Any, need: Any, groups: int, dtype: torch.dtype) -> Any:
+    (g,), (logits, indices, lse) = grads, saved
+    V = logits.shape[-1]
+    d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    x, inner, outer, step = row_strides(logits)
+    tile = grad_tile(d)
+    NB = cdiv(V + tile["W"] - 1, tile["BLOCK"])
+    launch(
+        _backward_kernel, (lse.numel() * NB,), x, x, indices.contiguous(), lse.contiguous(), g.contiguous(), d,
+        V, indices.shape[-1], NB, inner, outer, step, **tile,
+    )  # fmt: skip
+    return [d, None]
+
+
+_pair = function_pair(
+    "opake_selective_log_softmax",
+    forward=_forward,
+    backward=_backward,
+    roles=(ROWS, ROWS),
+    save_inputs=(0, 1),
+    save_outputs=(1,),
+    stats=1,
+)
+
+
+def opake_selective_log_softmax(logits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """log_softmax(logits, -1).gather(-1, indices), computed in fp32 and rounded once, without the log_softmax.
+
+    logits: (..., V) floating, V >= 1, left intact. indices: (..., K) int64 or int32, or (...) for one class a row.
+    Returns the shape of `indices`, the dtype of `logits` (fp32 under CUDA autocast). An index out of range
+    is a ValueError where looking costs no device read, else its result is NaN. Raises TypeError (dtype), ValueError.
+    """
+    op = "opake_selective_log_softmax"
+    check_float(op, logits=logits)
+    check_index(op, indices=indices)
+    check_same_device(op, logits=logits, indices=indices)
+    if not logits.dim() or not logits.shape[-1]:
+        raise ValueError(f"{op}: logits have shape {tuple(logits.shape)}, expected (..., V) with V >= 1")
+    if indices.dim() == logits.dim() - 1:
+        return opake_selective_log_softmax(logits, indices.unsqueeze(-1)).squeeze(-1)
+    if indices.dim() != logits.dim():
+        raise ValueError(f"{op}: indices have shape {tuple(indices.shape)}, logits {tuple(logits.shape)}")
+    check_shape(op, "indices[:-1]", indices.shape[:-1], logits.shape[:-1], "the leading dimensions of logits")
+    if indices.device.type == "cpu" and not transforms_active():
+        check_labels(op, indices, logits.shape[-1], _NEVER)
+    dtype = logits.dtype
+    if logits.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = torch.promote_types(dtype, torch.float32)
+    if not uses_triton(logits, indices):
+        return selective_log_softmax_reference(logits, indices, dtype)
+    return _pair(logits, indices, 0, dtype)[0]
