@@ -22,7 +22,7 @@ all its group dimensions full; the pair sums it back to the shape of the input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,13 +109,15 @@ def function_pair(
     outputs: int = 1,
     stats: int = 0,
     materialize: bool = False,
+    save_for: Mapping[int, Sequence[int]] | None = None,
 ) -> Callable[..., Any]:
     """The callable op `pair(*tensors, groups, *settings)` over two autograd Functions (protocol: module docstring).
 
     `roles`: ROWS or SHARED for each tensor argument (None is allowed as a value). `outputs`: differentiable outputs,
     first. `stats`: outputs after them that are not differentiable (lse, rstd): they must be outputs to be saved across
     transform levels. `materialize`: missing gradients arrive as zeros instead of None, for a backward that saves
-    nothing from which their shape would follow.
+    nothing from which their shape would follow. `save_for`: a saved input that is kept only if one of these inputs
+    needs a gradient; else `saved` has None in its place.
     """
     n_in = len(roles)
     saved_roles = [*[ROWS] * outputs, *[roles[i] for i in save_inputs], *[ROWS] * len(save_outputs)]
@@ -160,7 +162,9 @@ def function_pair(
             if stats:
                 ctx.mark_non_differentiable(*out[outputs:])
             ctx.set_materialize_grads(materialize)
-            ctx.save_for_backward(*[inputs[i] for i in save_inputs], *[out[i] for i in save_outputs])
+            needs, users = ctx.needs_input_grad, save_for or {}
+            kept = [inputs[i] if i not in users or any(needs[j] for j in users[i]) else None for i in save_inputs]
+            ctx.save_for_backward(*kept, *[out[i] for i in save_outputs])
             ctx.settings = inputs[n_in:]
             ctx.shapes = [
                 t.shape if role is SHARED and t is not None else None for t, role in zip(inputs, roles, strict=False)
