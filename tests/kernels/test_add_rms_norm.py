@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from opake_kernels import add_rms_norm, rms_launch
 from opake_kernels.add_rms_norm import fused_add_rms_norm_reference, opake_fused_add_rms_norm
 from opake_kernels.rms_norm import opake_rms_norm
@@ -140,7 +141,7 @@ def test_bad_arguments(device):
         opake_fused_add_rms_norm(x, r[..., :7], w)
     with pytest.raises(ValueError, match="x and residual must be on one device"):
         opake_fused_add_rms_norm(x, r.to("meta"), w)
-    with pytest.raises(TypeError, match="residual must be floating point, got torch.int64"):
+    with pytest.raises(TypeError, match=r"residual must be floating point, got torch.int64"):
         opake_fused_add_rms_norm(x, r.long(), w)
     with pytest.raises(ValueError, match=r"weight has shape \(5,\), expected \(8,\)"):
         opake_fused_add_rms_norm(x, r, w[:5])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from opake_kernels import rms_launch, rms_norm
 from opake_kernels.rms_norm import opake_rms_norm, rms_norm_reference
 from opake_kernels.strided_rows import memory_order, row_strides
@@ -25,7 +26,7 @@ def _args(shape, dtype, device, weight_dtype=None):
 
 
 def _per_example(shape, dtype, device):
-    x, w = _args(shape, dtype, device)
+    x, _ = _args(shape, dtype, device)
     return [x, torch.randn(shape[0], shape[-1], device=device).to(dtype)]
 
 
@@ -224,16 +225,20 @@ def test_refusals(device, check_refusals):
 
 def test_bad_arguments(device):
     x = torch.randn(3, 4, 8, device=device)
-    for weight in (torch.randn(7, device=device), torch.randn(2, 8, device=device), torch.randn(3, 4, 8, device=device)):
+    for weight in (
+        torch.randn(7, device=device),
+        torch.randn(2, 8, device=device),
+        torch.randn(3, 4, 8, device=device),
+    ):
         with pytest.raises(ValueError, match=r"weight has shape .*expected \(8,\).*\(3, 8\).*\(3, 4, 8\)"):
             opake_rms_norm(x, weight)
     with pytest.raises(ValueError, match="cast must be 'before' or 'after', got 'middle'"):
         opake_rms_norm(x, None, cast="middle")
     with pytest.raises(ValueError, match="got a scalar"):
         opake_rms_norm(torch.tensor(1.0), None)
-    with pytest.raises(TypeError, match="x must be floating point, got torch.int64"):
+    with pytest.raises(TypeError, match=r"x must be floating point, got torch.int64"):
         opake_rms_norm(torch.ones(2, 2, dtype=torch.int64), None)
-    with pytest.raises(ValueError, match="x and weight must be on one device, got .* and meta"):
+    with pytest.raises(ValueError, match=r"x and weight must be on one device, got .* and meta"):
         opake_rms_norm(x, torch.randn(8, device="meta"))
 
 
