@@ -78,14 +78,14 @@ def check_families(
     Exits with 1 and the reasons if any check fails.
     """
     names = _chosen(model_types or [], everything, generic)
-    from opake.testing import check
+    from opake.checking import family
 
     with progress("checking", len(names)) as step:
         outcomes = []
         for name in names:
             step(name)
-            outcomes.append(check.check_family(name))
-    head = ("model_type", "model", "attention", *check.CASES, "restored", "result")
+            outcomes.append(family.check_family(name))
+    head = ("model_type", "model", "attention", *family.CASES, "restored", "result")
     table("largest relative error of a per-example gradient", head, [outcome.cells() for outcome in outcomes])
     failures = [f"{outcome.model_type}: {reason}" for outcome in outcomes for reason in outcome.failures]
     for failure in failures:
@@ -102,7 +102,7 @@ def _chosen(model_types: list[str], everything: bool, generic: bool) -> list[str
         for name, status in skipped.items():
             note(f"{name}: skipped, {status}")
         model_types = [*model_types, *(name for name in known if name not in skipped)]
-    if not model_types:
+    if not model_types and not everything:
         raise typer.BadParameter("name a MODEL_TYPE, or pass --all")
     for name in model_types:
         if name not in known and not generic:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from opake import registry
 from opake.errors import UnknownFamily
-from opake.testing.tiny import tiny_batch, tiny_model
+from opake.checking.tiny import tiny_batch, tiny_model
 
 if TYPE_CHECKING:
     import torch
