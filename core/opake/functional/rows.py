@@ -47,7 +47,7 @@ class Rows:
 
     def microbatches(self, size: int | None) -> Iterator[tuple[slice, Rows]]:
         """Consecutive pieces of at most `size` rows, with their place; the last may be smaller."""
-        step = self.count if size is None else size
+        step = max(1, self.count) if size is None else size
         for start in range(0, self.count, step):
             length = min(step, self.count - start)
             if length == self.count:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch.func import vjp, vmap
+from torch.utils._pytree import tree_map_only
 
 from opake.functional.chunk import Chunk, Engine
 from opake.functional.rows import Rows
@@ -31,6 +32,8 @@ def build(target: Target, randomness: str) -> Engine:
         # functorch differentiates inside regardless; outside, captured tensors must not grow a graph of their own
         with torch.no_grad():
             mapped = vmap(one_row, in_dims=(None, rows.dims), randomness=randomness)
-            return Chunk(*mapped(dict(params), rows.leaves))
+            grads, losses, aux = mapped(dict(params), rows.leaves)
+        # aux may hand a row straight through
+        return Chunk(grads, losses, tree_map_only(torch.Tensor, torch.Tensor.detach, aux))
 
     return run

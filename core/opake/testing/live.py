@@ -7,7 +7,7 @@ reference. Tensors that were there before do not count, and neither does what a 
 # ruff: noqa: TID253
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,26 +24,35 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self.operators = 0
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._older: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        for storage in _storages_of((args, kwargs)):
+            if not self._made(storage):
+                self._older[storage._cdata] = StorageWeakRef(storage)
         out = func(*args, **(kwargs or {}))
         self.operators += 1
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._follow(leaf.untyped_storage())
+        for storage in _storages_of(out):
+            older = self._older.get(storage._cdata)
+            # a view of what was there before is nothing new
+            if (older is None or older.expired()) and not self._made(storage):
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, self.now())
         return out
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
+    def _made(self, storage: torch.UntypedStorage) -> bool:
         known = self._storages.get(storage._cdata)
-        if known is None or known[0].expired():
-            self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return known is not None and not known[0].expired()
 
     def now(self) -> int:
         """Bytes of the storages made under this mode that are still alive."""
         for key in [key for key, (ref, _) in self._storages.items() if ref.expired()]:
             del self._storages[key]
         return sum(nbytes for _, nbytes in self._storages.values())
+
+
+def _storages_of(value: Any) -> Iterator[torch.UntypedStorage]:
+    return (leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def peak_live_bytes(fn: Callable[[], Any]) -> int:
