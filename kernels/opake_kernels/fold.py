@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from .dispatch import short_apply, transforms_active
+
 __all__ = [
     "ROWS",
     "SHARED",
@@ -41,11 +43,6 @@ __all__ = [
 
 # how a tensor argument meets a mapped dimension that it does not have: expanded, or kept as a group of one
 ROWS, SHARED = "rows", "shared"
-
-
-def transforms_active() -> bool:
-    """True inside any `torch.func` transform, where the values of a tensor may not be looked at."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def lead(tensor: Any, dim: int | None, size: int, role: str) -> Any:
@@ -149,7 +146,7 @@ def function_pair(
         def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
             tensors = [lead(t, d, info.batch_size, r) for t, d, r in zip(args, in_dims, saved_roles, strict=False)]
             mask, groups, *settings = args[n_back:]
-            return Backward.apply(*tensors, mask, groups + 1, *settings), 0
+            return apply_backward(*tensors, mask, groups + 1, *settings), 0
 
     class Forward(Function):
         @staticmethod
@@ -177,7 +174,7 @@ def function_pair(
             if all(g is None for g in grads[:outputs]):
                 return tuple(nothing)
             mask = sum(1 << i for i in range(n_in) if need[i])
-            found = Backward.apply(*grads[:outputs], *ctx.saved_tensors, mask, *ctx.settings)
+            found = apply_backward(*grads[:outputs], *ctx.saved_tensors, mask, *ctx.settings)
             found = iter(found if isinstance(found, tuple) else (found,))
             for i, shape in enumerate(ctx.shapes):
                 if need[i]:
@@ -193,8 +190,9 @@ def function_pair(
         def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
             tensors = [lead(t, d, info.batch_size, r) for t, d, r in zip(args, in_dims, roles, strict=False)]
             groups, *settings = args[n_in:]
-            return Forward.apply(*tensors, groups + 1, *settings), 0
+            return apply_forward(*tensors, groups + 1, *settings), 0
 
     Forward.__name__ = Forward.__qualname__ = name
     Backward.__name__ = Backward.__qualname__ = f"{name}_backward"
-    return Forward.apply
+    apply_forward, apply_backward = short_apply(Forward), short_apply(Backward)
+    return apply_forward
