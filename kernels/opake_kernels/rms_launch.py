@@ -31,6 +31,8 @@ _WIDEST_TILE = 8192
 _WIDE_BLOCK = 4096
 # backward programs for each multiprocessor, with and without a weight gradient to add up
 _WAVES_DW, _WAVES_DX = 4, 16
+# rows in flight in the backward loop
+_STAGES = 2
 _NOTHING = (1, 0, 0)
 
 
@@ -154,7 +156,7 @@ def _launch_backward(dy, x, weight, rstd, dsum, dx, dw, groups, offset) -> None:
     strides = (*x_rows, *dy_rows)
     if not wide:
         args = (dy, at, w, rstd, ds, dx, part, rows // G, per_program, programs, C, w_step, *strides, *ds_rows)
-        meta = {"OFFSET": offset, "ROWS": tile, "BLOCK": block, "STAGES": 2}
+        meta = {"OFFSET": offset, "ROWS": tile, "BLOCK": block, "STAGES": _STAGES}
         launch(backward_kernel, (G * programs,), x, *args, **meta, num_warps=warps)
     if wide and dx is not None:
         args = (dy, at, w, rstd, ds, dx, rows // G, C, w_step, *strides, *ds_rows)

@@ -9,6 +9,7 @@ have made them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +21,14 @@ __all__ = ["Layout", "rotate"]
 
 # elements of one program's tile
 _TILE = 4096
+
+
+@lru_cache(maxsize=1024)
+def _tile(N: int, T: int, block: int) -> tuple[int, int, int]:
+    """(heads, tokens, warps) of one program, for at most N heads of T tokens and `block` pairs of columns."""
+    tokens = min(8, next_power_of_2(T))
+    heads = min(next_power_of_2(N), max(1, _TILE // (2 * block * tokens)))
+    return heads, tokens, warps_for(2 * block * tokens * heads)
 
 
 @jit
@@ -68,9 +77,9 @@ def _rope_kernel(
     INVERSE: tl.constexpr, Q_BY_TOKEN: tl.constexpr, K_BY_TOKEN: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
-    q_blocks = tl.cdiv(q_heads, HEADS)
-    head_blocks = q_blocks + tl.cdiv(k_heads, HEADS)
-    token_blocks = tl.cdiv(tokens, TOKENS)
+    q_blocks = (q_heads + HEADS - 1) // HEADS
+    head_blocks = q_blocks + (k_heads + HEADS - 1) // HEADS
+    token_blocks = (tokens + TOKENS - 1) // TOKENS
     program = tl.program_id(0)
     # neighbouring programs take neighbouring memory
     if Q_BY_TOKEN:
@@ -168,14 +177,13 @@ def _launch(x, y, x_out, y_out, cos, sin, B, table_strides, layout, inverse) -> 
     A, N, T, D = x.shape
     K = 0 if y is None else y.shape[1]
     half, rest = layout.width // 2, D - layout.width
-    block, tokens = next_power_of_2(half), min(8, next_power_of_2(T))
-    heads = min(next_power_of_2(max(N, K)), max(1, _TILE // (2 * block * tokens)))
+    block = next_power_of_2(half)
+    heads, tokens, warps = _tile(max(N, K), T, block)
     programs = A * cdiv(T, tokens) * (cdiv(N, heads) + cdiv(K, heads))
     strides = (*x.stride()[:3], *((0, 0, 0) if y is None else y.stride()[:3]), *table_strides)
     launch(
         _rope_kernel, (programs,), x, x, y, x_out, y_out, cos, sin, T, B, N, K, *strides,
         D=D, HALF=half, AT=rest if layout.trailing else 0, FULL=cos.shape[-1] == layout.width,
         INTERLEAVED=layout.interleaved, INVERSE=inverse, Q_BY_TOKEN=layout.q_by_token, K_BY_TOKEN=layout.k_by_token,
-        HEADS=heads, TOKENS=tokens, BLOCK=block, PASS=next_power_of_2(rest), num_warps=warps_for(2 * block * tokens *
-        heads),
+        HEADS=heads, TOKENS=tokens, BLOCK=block, PASS=next_power_of_2(rest), num_warps=warps,
     )  # fmt: skip

@@ -289,3 +289,9 @@ def test_more_than_two_billion_elements_on_a_gpu():
         torch.testing.assert_close(y[cut].double(), ys, rtol=2**-6, atol=2**-9)
         torch.testing.assert_close(dx[cut].double(), dxs, rtol=2**-6, atol=2**-6)
     torch.testing.assert_close(dw.double(), want, rtol=2**-7, atol=2**-7 * want.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_another_device_than_the_current_one(check_op):
+    check_op(*_bound(), _args((3, 5, 40), BF16, "cuda:1"), (0, 1))

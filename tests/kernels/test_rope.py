@@ -1,7 +1,5 @@
 """RoPE: pairings, slices, table widths, layouts, every transform, and the helpers of the families that use it."""
 
-import importlib
-
 import pytest
 import torch
 
@@ -286,7 +284,8 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_as_the_family_does_it(dtype, family, device, assert_errors):
-    stock = importlib.import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
+    module = f"transformers.models.{family}.modeling_{family}"
+    stock = pytest.importorskip(module, reason=f"this Transformers has no {family}").apply_rotary_pos_emb
     make, D, options, cut = FAMILIES[family]
     q, k, _, _ = _args(device, D=D, dtype=dtype)
     freqs = make(_frequencies(device))
@@ -331,3 +330,9 @@ def test_more_than_two_billion_elements_on_a_gpu(by_token):
         (dxs,) = torch.autograd.grad(want, xs, grad[:, :, cut].double())
         torch.testing.assert_close(out[:, :, cut].double(), want, rtol=2**-7, atol=2**-9)
         torch.testing.assert_close(dq[:, :, cut].double(), dxs, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_another_device_than_the_current_one(check_op):
+    check_op(*_bound(), _args("cuda:1"), (0, 1))
