@@ -1,0 +1,191 @@
+"""Back end for any device: tiles of tokens by vocabulary columns in plain torch, no wider than asked.
+
+For a frozen head one sweep over the vocabulary is enough: the softmax is kept up to a factor a row, corrected as the
+running maximum grows (Milakov and Gimelshein, 2018, arXiv 1805.02867) and divided out at the end, so the head costs its
+two matrix products and no tile is computed twice. The label's own column stays out of the sweep and is added last, from
+the sum of all others: a confident token has p - 1 close to zero, which would cancel. Gradients of weight and bias need
+the finished softmax, hence a second sweep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..launch import cdiv
+from .passes import Gradients, Head, Need, accumulator_dtype, product_into
+
+__all__ = ["DEFAULT_WIDTH", "TILE_BYTES", "chunked_pass"]
+
+# columns of a tile, and bytes of a tile in the accumulator's dtype: about what stays in a core's cache
+DEFAULT_WIDTH = 4096
+TILE_BYTES = 8 * 2**20
+
+
+def tile_tokens(R: int, width: int, element_size: int) -> int:
+    """Tokens in a tile, from 32 upwards, shared out evenly."""
+    most = max(TILE_BYTES // (width * element_size), 32)
+    return max(cdiv(R, cdiv(R, most)), 1) if R else 1
+
+
+def chunked_pass(head: Head, need: Need, width: int = DEFAULT_WIDTH) -> Gradients:
+    """See passes.py. Gradients: hidden in the dtype of x; weight and bias in float32, or float64 for float64."""
+    parameters = need.weight or need.bias
+    if head.lse_R is not None:
+        return _second_sweep(head, need, width, head.lse_R)
+    first = _first_sweep(head, need.hidden and not parameters, width)
+    if not parameters:
+        return first
+    second = _second_sweep(head, need, width, first.lse)
+    return Gradients(first.loss, first.lse, *second[2:])
+
+
+def _slices(total: int, step: int) -> Iterator[slice]:
+    for start in range(0, total, step):
+        yield slice(start, min(start + step, total))
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in the accumulator's dtype; on CUDA without rounding to half precision first."""
+    wide = accumulator_dtype(a.dtype)
+    if a.dtype != wide and a.is_cuda:
+        return torch.mm(a, b, out_dtype=wide)
+    return (a @ b).to(wide)
+
+
+def _logits(head: Head, rows: slice, columns: slice) -> torch.Tensor:
+    """Scaled and capped logits of one tile, in the accumulator's dtype."""
+    settings = head.settings
+    z = _product(head.x_RH[rows], head.weight_VH[columns].t())
+    if head.bias_V is not None:
+        z += head.bias_V[columns]
+    if settings.scale != 1.0:
+        z *= settings.scale
+    if settings.softcap:
+        z.div_(settings.softcap).tanh_().mul_(settings.softcap)
+    return z
+
+
+def _slope(z: torch.Tensor, head: Head) -> torch.Tensor:
+    """Derivative of the capped logits `z` by the scaled ones."""
+    return 1.0 - (z / head.settings.softcap).square_()
+
+
+def _label_column(labels_R: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """(inside, column): whether a token's label lies in the tile, and where, (R, 1); column 0 if it does not."""
+    column = labels_R.long() - columns.start
+    inside = (column >= 0) & (column < columns.stop - columns.start)
+    return inside, torch.where(inside, column, 0).unsqueeze(1)
+
+
+def _counted(head: Head, rows: slice, like: torch.Tensor) -> torch.Tensor:
+    """The factor of each token's gradient: `scale`, 0 where ignored, NaN where the label is out of range."""
+    labels, V = head.labels_R[rows], head.weight_VH.shape[0]
+    scale = torch.ones_like(like) if head.scale_R is None else head.scale_R[rows].to(like.dtype)
+    scale = scale.masked_fill((labels < 0) | (labels >= V), torch.nan)
+    return scale.masked_fill(labels == head.settings.ignore_index, 0.0)
+
+
+def _first_sweep(head: Head, hidden: bool, width: int) -> Gradients:
+    x = head.x_RH
+    R, wide = x.shape[0], accumulator_dtype(x.dtype)
+    loss = torch.empty(R, dtype=wide, device=x.device)
+    lse, dx = torch.empty_like(loss), torch.empty_like(x) if hidden else None
+    width = min(width, head.weight_VH.shape[0])
+    # without a soft cap the smoothing term is the same for all tokens
+    columns = None
+    if hidden and head.settings.smoothing and not head.settings.softcap:
+        columns = head.weight_VH.sum(0, dtype=wide)
+    for rows in _slices(R, tile_tokens(R, width, lse.element_size())):
+        loss[rows], lse[rows], found = _sweep_rows(head, rows, hidden, width, columns)
+        if dx is not None:
+            dx[rows] = found
+    return Gradients(loss, lse, dx)
+
+
+def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: torch.Tensor | None):
+    """(loss, lse, gradient of x or None) of the tokens `rows`, in one sweep over the vocabulary."""
+    x, w, labels, settings = head.x_RH[rows], head.weight_VH, head.labels_R[rows], head.settings
+    V, smoothing, cap = w.shape[0], settings.smoothing, settings.softcap
+    # top: running maximum; rest: sum of exponentials without the label's; own: the label's logit
+    top = torch.full(labels.shape, -torch.inf, dtype=accumulator_dtype(x.dtype), device=x.device)
+    rest, own, total = (torch.zeros_like(top) for _ in range(3))
+    dx = top.new_zeros(x.shape) if hidden else None
+    flat = top.new_zeros(x.shape) if hidden and smoothing and cap else columns_H
+
+    for columns in _slices(V, width):
+        z = _logits(head, rows, columns)
+        inside, column = _label_column(labels, columns)
+        own = torch.where(inside, z.gather(1, column).squeeze(1), own)
+        if smoothing:
+            total += z.sum(1)
+        higher = torch.maximum(top, z.amax(1))
+        shrink, top = torch.exp(top - higher), higher
+        slope = _slope(z, head) if hidden and cap else None
+        z.sub_(top.unsqueeze(1)).exp_()
+        z.scatter_(1, column, torch.where(inside.unsqueeze(1), 0.0, z.gather(1, column)))
+        rest = rest * shrink + z.sum(1)
+        if dx is not None:
+            if slope is not None:
+                z *= slope
+                if smoothing:
+                    product_into(flat, slope.to(x.dtype), w[columns], first=False)
+            dx *= shrink.unsqueeze(1)
+            product_into(dx, z.to(x.dtype), w[columns], first=False)
+
+    own_share = torch.exp(own - top)
+    lse = top + torch.log(rest + own_share)
+    loss = lse - own
+    if smoothing:
+        loss = (1.0 - smoothing) * loss + smoothing * (lse - total / V)
+    factor, ignored = _counted(head, rows, top), labels == settings.ignore_index
+    if dx is not None:
+        rest = rest / (rest + own_share)
+        slope = _slope(own, head) if cap else 1.0
+        label = w[labels.long().clamp(0, V - 1)] * ((smoothing - rest) * slope).unsqueeze(1)
+        dx = dx.div_((lse - top).exp_().unsqueeze(1)).add_(label)
+        if smoothing:
+            dx -= flat * (smoothing / V)
+        dx = dx.mul_((factor * settings.scale).unsqueeze(1)).masked_fill_(ignored.unsqueeze(1), 0.0)
+    # NaN where the label is out of range
+    loss = (loss + 0.0 * factor).masked_fill_(ignored, 0.0)
+    return loss, lse.masked_fill_(ignored, 0.0), dx
+
+
+def _second_sweep(head: Head, need: Need, width: int, lse_R: torch.Tensor) -> Gradients:
+    """Gradients from the finished softmax; the vocabulary outside, so that a tile of dW is summed where it stays."""
+    x, w = head.x_RH, head.weight_VH
+    (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
+    dx = torch.zeros(R, H, dtype=wide, device=x.device) if need.hidden else None
+    dw = torch.zeros(V, H, dtype=wide, device=x.device) if need.weight else None
+    db = torch.zeros(V, dtype=wide, device=x.device) if need.bias else None
+    width = min(width, V)
+    for columns in _slices(V, width):
+        for rows in _slices(R, tile_tokens(R, width, lse_R.element_size())):
+            d = _tile_gradient(head, rows, columns, lse_R)
+            if db is not None:
+                db[columns] += d.sum(0)
+            d = d.to(x.dtype)
+            if dx is not None:
+                product_into(dx[rows], d, w[columns], first=False)
+            if dw is not None:
+                product_into(dw[columns], d.t(), x[rows], first=False)
+    return Gradients(lse_R, lse_R, None if dx is None else dx.to(x.dtype), dw, db)
+
+
+def _tile_gradient(head: Head, rows: slice, columns: slice, lse_R: torch.Tensor) -> torch.Tensor:
+    settings, labels = head.settings, head.labels_R[rows]
+    z = _logits(head, rows, columns)
+    factor = _counted(head, rows, lse_R[rows]) * settings.scale
+    slope = _slope(z, head) if settings.softcap else None
+    # an ignored token has no lse; with an infinite one its softmax is zero
+    lse = lse_R[rows].masked_fill(labels == settings.ignore_index, torch.inf)
+    d = z.sub_(lse.unsqueeze(1)).exp_()
+    inside, column = _label_column(labels, columns)
+    d.scatter_add_(1, column, torch.where(inside, settings.smoothing - 1.0, 0.0).to(d.dtype).unsqueeze(1))
+    if settings.smoothing:
+        d -= settings.smoothing / head.weight_VH.shape[0]
+    if slope is not None:
+        d *= slope
+    return d.mul_(factor.unsqueeze(1))

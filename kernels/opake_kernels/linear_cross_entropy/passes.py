@@ -1,0 +1,77 @@
+"""What a back end is asked for in one pass over tokens, and what it gives back: the seam between op.py and both.
+
+A pass serves one weight: x (R, H), weight (V, H), bias (V) or None, labels (R). It computes the loss and the log of
+the sum of exponentials of each token and, as `need` says, gradients of the sum of the token losses, each token's times
+`scale` if given. Grouping, reduction and autograd are op.py's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..cross_entropy import CrossEntropySettings
+
+__all__ = ["Gradients", "Head", "Need", "Plan", "accumulator_dtype", "product_into"]
+
+
+class Need(NamedTuple):
+    """Which gradients are asked for."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The loss, the widest vocabulary tile (0 = the fused back end), and the gradients that may be asked for."""
+
+    loss: CrossEntropySettings
+    width: int
+    eager: Need
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The arguments of a pass; `lse` is the result of an earlier pass over the same tokens, where there was one."""
+
+    x_RH: torch.Tensor
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None
+    labels_R: torch.Tensor
+    settings: CrossEntropySettings
+    lse_R: torch.Tensor | None = None
+    scale_R: torch.Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """Results of a pass: loss and lse (R), hidden (R, H) in the dtype of x, weight (V, H) and bias (V) in fp32.
+
+    float64 arguments give float64 throughout.
+    """
+
+    loss: torch.Tensor
+    lse: torch.Tensor
+    hidden: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def product_into(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
+    """total = a @ b, or total += a @ b, summed in the wide dtype of `total` whatever the dtype of the factors."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
+    elif total.is_cuda:
+        # the matrix unit adds to the float32 total without rounding the product in between
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=0.0 if first else 1.0, out=total)
+    else:
+        product = a.to(total.dtype) @ b.to(total.dtype)
+        total.copy_(product) if first else total.add_(product)

@@ -1,0 +1,99 @@
+"""One launch over rows of logits: loss and logsumexp of each token, and the gradient written over the logits.
+
+A row is read twice, the second time from the cache as long as the rows under way fit in it: so few programs with many
+warps, one row each. Only a buffer that nobody else holds may be handed in.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..cross_entropy import CrossEntropySettings
+from ..launch import jit, launch, next_power_of_2, tl
+from ..row_softmax import cap_scale, cap_scale_grad, row_logsumexp
+
+__all__ = ["softmax_grad_"]
+
+
+@jit
+def _gradient(x, lse, hit, g, scale, cap, smoothing, V, CAP: tl.constexpr, SMOOTH: tl.constexpr):
+    z = cap_scale(x, scale, cap, CAP)
+    d = tl.exp(z - lse)
+    if SMOOTH:
+        d = d - smoothing / V
+        d = tl.where(hit, d - (1.0 - smoothing), d)
+    else:
+        d = tl.where(hit, d - 1.0, d)
+    return d * g * cap_scale_grad(z, scale, cap, CAP)
+
+
+@jit
+def _softmax_grad_kernel(
+    Z, Y, LOSS, LSE, G, stride, V, ignore, scale, cap, smoothing,
+    CAP: tl.constexpr, SMOOTH: tl.constexpr, GRAD: tl.constexpr, KNOWN: tl.constexpr, SCALED: tl.constexpr,
+    T: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """One row a program; rows begin at multiples of 16 bytes. KNOWN: lse is given; SCALED: the gradient is times G."""
+    row = tl.program_id(0).to(tl.int64)
+    start = row * stride
+    y = tl.load(Y + row)
+    lane = tl.arange(0, T * W)
+    base = Z + tl.multiple_of(start, W)
+    whole = V // (T * W) * (T * W)
+    if y == ignore:
+        tl.store(LOSS + row, 0.0)
+        tl.store(LSE + row, 0.0)
+        if GRAD:
+            for at in range(0, V, T * W):
+                tl.store(base + at + lane, tl.zeros((T * W,), tl.float32), mask=at + lane < V)
+    else:
+        valid = (y >= 0) & (y < V)
+        z = cap_scale(tl.load(Z + start + tl.where(valid, y, 0)), scale, cap, CAP)
+        if KNOWN:
+            lse = tl.load(LSE + row)
+        else:
+            lse, total = row_logsumexp(Z, start, V, scale, cap, CAP, SMOOTH, T, W)  # pyright: ignore
+            loss = lse - z
+            if SMOOTH:
+                loss = (1.0 - smoothing) * loss + smoothing * (lse - total / V)
+            tl.store(LOSS + row, tl.where(valid, loss, float("nan")))
+            tl.store(LSE + row, lse)
+        if GRAD:
+            g = 1.0
+            if SCALED:
+                g = tl.load(G + row)
+            g = tl.where(valid, g, float("nan"))
+            for at in range(0, whole, T * W):
+                x = tl.load(base + at + lane)
+                d = _gradient(x, lse, lane == y - at, g, scale, cap, smoothing, V, CAP, SMOOTH)
+                tl.store(base + at + lane, d)
+            if whole < V:
+                x = tl.load(base + whole + lane, mask=whole + lane < V, other=0.0)
+                d = _gradient(x, lse, lane == y - whole, g, scale, cap, smoothing, V, CAP, SMOOTH)
+                tl.store(base + whole + lane, d, mask=whole + lane < V)
+
+
+def softmax_grad_(
+    z_RV: torch.Tensor,
+    labels_R: torch.Tensor,
+    loss_R: torch.Tensor,
+    lse_R: torch.Tensor,
+    settings: CrossEntropySettings,
+    *,
+    gradient: bool,
+    known: bool = False,
+    scale_R: torch.Tensor | None = None,
+) -> None:
+    """Fill loss_R and lse_R (lse_R is read instead with `known`), and turn z_RV into its gradient if asked.
+
+    z_RV: rows aligned to 16 bytes, last stride 1; labels_R, loss_R, lse_R, scale_R contiguous.
+    """
+    R, V = z_RV.shape
+    W = 16 // z_RV.element_size()
+    T = min(1024, max(32, next_power_of_2(V // W)))
+    launch(
+        _softmax_grad_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R, lse_R if scale_R is None else scale_R,
+        z_RV.stride(0), V, settings.ignore_index, settings.scale, settings.softcap, settings.smoothing,
+        CAP=bool(settings.softcap), SMOOTH=bool(settings.smoothing), GRAD=gradient, KNOWN=known,
+        SCALED=scale_R is not None, T=T, W=W, num_warps=max(T // 32, 1),
+    )  # fmt: skip

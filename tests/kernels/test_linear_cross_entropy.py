@@ -1,0 +1,327 @@
+"""Linear cross-entropy: values, gradients, every transform, both back ends, memory, labels that are ignored or wrong."""
+
+import itertools
+
+import pytest
+import torch
+from torch.func import grad, vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from opake_kernels.cross_entropy import CrossEntropySettings
+from opake_kernels.linear_cross_entropy import (
+    chunked,
+    fused,
+    linear_cross_entropy_reference,
+    op,
+    opake_linear_cross_entropy_loss,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+REDUCTIONS = ["none", "sum", "mean"]
+# the fused back end, tiles narrower than the vocabulary, one tile
+CHUNKS = [None, 16, True]
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"logit_softcapping": 3.0},
+    {"logit_scale": 0.25},
+    {"ignore_index": 2, "label_smoothing": 0.2, "logit_softcapping": 5.0, "logit_scale": 2.0},
+]
+
+
+def _op(**options):
+    return lambda h, w, y, b=None: opake_linear_cross_entropy_loss(h, w, y, bias=b, **options)
+
+
+def _twin(ignore_index=-100, label_smoothing=0.0, logit_softcapping=0.0, logit_scale=1.0, reduction="mean", chunk=None):
+    settings = CrossEntropySettings(ignore_index, label_smoothing, logit_softcapping, logit_scale, reduction)
+    return lambda h, w, y, b=None: linear_cross_entropy_reference(h, w, y, b, settings)
+
+
+def _data(shape, H, V, device, dtype=torch.float32, ignore=-100, bias=True):
+    hidden = torch.randn(*shape, H, device=device).to(dtype)
+    weight = (torch.randn(V, H, device=device) * 2 / H**0.5).to(dtype)
+    labels = torch.randint(0, V, shape, device=device)
+    if labels.numel() > 1:
+        labels.view(-1)[1] = ignore
+    return [hidden, weight, labels, *([torch.randn(V, device=device).to(dtype)] if bias else [])]
+
+
+@pytest.fixture(params=CHUNKS, ids=["fused", "tiles", "tile"])
+def chunk(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "H", "V"), [((2, 3), 8, 40), ((5,), 12, 33), ((), 4, 3), ((1, 1), 4, 1), ((0,), 4, 5)])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("diff", [(0,), (0, 1, 3)], ids=["frozen", "trainable"])
+def test_values_and_gradients(diff, reduction, shape, H, V, dtype, chunk, device, check_op):
+    data = _data(shape, H, V, device, dtype)
+    loss, *_ = check_op(_op(reduction=reduction, chunk=chunk), _twin(reduction=reduction), data, diff)
+    assert loss.dtype == torch.float32
+    assert loss.shape == (data[2].shape if reduction == "none" else ())
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("diff", [(0,), (0, 1, 3)], ids=["frozen", "trainable"])
+def test_options(diff, options, reduction, dtype, chunk, device, check_op):
+    data = _data((3, 4), 8, 37, device, dtype, options.get("ignore_index", -100))
+    check_op(_op(reduction=reduction, chunk=chunk, **options), _twin(reduction=reduction, **options), data, diff)
+
+
+@pytest.mark.parametrize("diff", [(1,), (3,), (1, 3), ()])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_any_gradient_alone(diff, reduction, chunk, device, check_op):
+    options = {"reduction": reduction, "logit_softcapping": 3.0}
+    check_op(_op(chunk=chunk, **options), _twin(**options), _data((3, 4), 8, 37, device), diff)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_float64_is_exact(reduction, chunk, device):
+    h, w, y, b = _data((3, 4), 8, 37, device, torch.float64)
+    options = {"label_smoothing": 0.1, "logit_softcapping": 3.0, "reduction": reduction}
+    leaves = [t.requires_grad_() for t in (h, w, b)]
+    ours, twin = (f(h, w, y, b).sum() for f in (_op(chunk=chunk, **options), _twin(**options)))
+    torch.testing.assert_close(ours, twin, rtol=1e-13, atol=0)
+    for a, e in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(twin, leaves), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("V", [1021, 1024, 4100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_tiles_and_odd_vocabularies(V, dtype, chunk, device, check_op):
+    data = _data((3,), 8, V, device, dtype)
+    check_op(_op(label_smoothing=0.1, chunk=chunk), _twin(label_smoothing=0.1), data, (0, 1, 3))
+
+
+def test_many_chunks_of_tokens(device, monkeypatch, check_op):
+    # 300 tokens in chunks of 128: the last one is shorter, and dW is summed over three
+    monkeypatch.setattr(fused, "BUFFER_BYTES", 1)
+    monkeypatch.setattr(chunked, "TILE_BYTES", 1)
+    data = _data((300,), 8, 37, device, torch.bfloat16)
+    for chunk in CHUNKS:
+        check_op(_op(chunk=chunk), _twin(), data, (0, 1, 3))
+        check_op(_op(chunk=chunk, reduction="none"), _twin(reduction="none"), data, (0, 1, 3))
+
+
+@pytest.mark.parametrize("logit", [30.0, 0.0])
+def test_confident_and_flat_logits(logit, chunk, device, check_op):
+    # the label wins by far: p - 1 must not be a difference of two numbers close to 1
+    h, w, y = _data((6,), 8, 40, device, torch.bfloat16, bias=False)
+    if logit:
+        h = w[y.clamp(min=0)] * logit
+    else:
+        w = w * 1e-3
+    check_op(_op(chunk=chunk), _twin(), [h, w, y], (0, 1))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("diff", [(0,), (0, 1)], ids=["frozen", "trainable"])
+def test_transforms(diff, reduction, chunk, device, check_transforms):
+    data = _data((2,), 4, 33, device, bias=False)
+    check_transforms(_op(reduction=reduction, chunk=chunk), _twin(reduction=reduction), data, diff)
+
+
+def test_transforms_with_options(chunk, device, check_transforms):
+    options = {"label_smoothing": 0.1, "logit_softcapping": 3.0, "ignore_index": 1}
+    check_transforms(_op(chunk=chunk, **options), _twin(**options), _data((2,), 4, 21, device, ignore=1), (0, 1, 3))
+
+
+def test_weight_of_its_own_for_each_example(chunk, device):
+    """The batched engine's form: the weight is expanded, and its gradient comes back per example."""
+    h, w, y, b = _data((3, 4), 8, 37, device)
+    for reduction in REDUCTIONS:
+        loss = _op(reduction=reduction, chunk=chunk)
+        want = vmap(grad(lambda w, b, h, y, f=loss: f(h, w, y, b).sum(), (0, 1)), (None, None, 0, 0))(w, b, h, y)
+        wide = [t.expand(3, *t.shape).requires_grad_() for t in (w, b)]
+        losses = loss(h, wide[0], y, wide[1])
+        torch.testing.assert_close(losses, vmap(loss, (0, None, 0, None))(h, w, y, b))
+        got = torch.autograd.grad(losses.sum(), wide)
+        for a, e in zip(got, want, strict=True):
+            torch.testing.assert_close(a, e)
+    # and really different weights
+    own = torch.stack([w, w * 2, -w])
+    torch.testing.assert_close(loss(h, own, y), vmap(loss)(h, own, y))
+
+
+def test_per_row_losses_in_plain_autograd(chunk, device):
+    h, w, y = _data((3, 4), 8, 37, device, bias=False)
+    per_row = vmap(lambda h, y: opake_linear_cross_entropy_loss(h, w, y, chunk=chunk))
+    want = vmap(grad(lambda h, y: opake_linear_cross_entropy_loss(h, w, y, chunk=chunk)))(h, y)
+    h.requires_grad_()
+    tokens = opake_linear_cross_entropy_loss(h, w, y, reduction="none", chunk=chunk)
+    losses = tokens.sum(1) / (y != -100).sum(1)
+    torch.testing.assert_close(losses, per_row(h, y))
+    torch.testing.assert_close(torch.autograd.grad(losses.sum(), h)[0], want)
+
+
+def test_row_gradient_ignores_its_neighbours(chunk, device):
+    h, w, y = _data((3, 4), 8, 37, device, bias=False)
+    per_example = vmap(
+        grad(lambda h, w, y: opake_linear_cross_entropy_loss(h, w, y, chunk=chunk), (0, 1)), (0, None, 0)
+    )
+    before = [g[0] for g in per_example(h, w, y)]
+    h[1:], y[1:] = float("nan"), -100
+    assert all(torch.equal(a[0], b) for a, b in zip(per_example(h, w, y), before, strict=True))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_all_ignored_is_zero(reduction, chunk, device):
+    h, w, y, b = _data((2, 3), 8, 37, device)
+    leaves = [t.requires_grad_() for t in (h, w, b)]
+    loss = _op(reduction=reduction, chunk=chunk, label_smoothing=0.1)(h, w, torch.full_like(y, -100), b)
+    grads = torch.autograd.grad(loss.sum(), leaves)
+    assert not loss.any()
+    assert all(not g.any() for g in grads)
+
+
+def test_incoming_gradient_scales_and_is_kept(chunk, device):
+    h, w, y, b = _data((2, 3), 8, 37, device)
+    leaves = [t.requires_grad_() for t in (h, w, b)]
+    loss = _op(chunk=chunk)(h, w, y, b)
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    twice = torch.autograd.grad(loss, leaves, torch.tensor(2.0, device=device))
+    assert all(torch.equal(2 * a, b) for a, b in zip(once, twice, strict=True))
+
+
+def test_refusals(chunk, device, check_refusals):
+    check_refusals(_op(chunk=chunk), _data((3,), 4, 9, device, bias=False), (0,))
+    check_refusals(_op(chunk=chunk, reduction="none"), _data((3,), 4, 9, device, bias=False), (0, 1))
+
+
+def test_autocast(chunk, device):
+    h, w, y, b = _data((2, 3), 8, 37, device)
+    leaves = [t.requires_grad_() for t in (h, w, b)]
+    with torch.autocast(device, torch.bfloat16):
+        loss = _op(chunk=chunk)(h, w, y, b)
+        stock = torch.nn.functional.cross_entropy(torch.nn.functional.linear(h, w, b).flatten(0, 1), y.flatten())
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, stock, rtol=1e-2, atol=0)
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(loss, leaves))
+
+
+def test_strided_arguments(chunk, device, check_op):
+    h, w = torch.randn(3, 5, 8, device=device), torch.randn(8, 37, device=device)
+    y = torch.randint(0, 37, (3, 5), device=device, dtype=torch.int32)
+    for args in ([h[:, :-1], w.t(), y[:, 1:]], [h.transpose(0, 1), w.t(), y.t()], [h[:1].expand(3, 5, 8), w.t(), y]):
+        check_op(_op(chunk=chunk), _twin(), args, (0, 1))
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor made, and of all that are not views."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                self.largest = max(self.largest, t.untyped_storage().nbytes() // t.element_size())
+        return out
+
+
+@pytest.mark.parametrize("mode", ["plain", "vmap", "none"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "logit_softcapping": 3.0, "logit_scale": 0.5}])
+def test_memory(options, mode, chunk, device, monkeypatch):
+    """Nothing as large as the logits is ever made, and nothing as large as a frozen weight."""
+    monkeypatch.setattr(fused, "BUFFER_BYTES", 1)
+    monkeypatch.setattr(chunked, "TILE_BYTES", 1)
+    B, T, H, V = 2, 150, 4, 500
+    h, w, y = _data((B, T), H, V, device, bias=False)
+    loss = _op(chunk=chunk, reduction="none" if mode == "none" else "mean", **options)
+    with _Largest() as seen:
+        if mode == "vmap":
+            vmap(grad(loss), (0, None, 0))(h, w, y)
+        else:
+            h.requires_grad_()
+            loss(h, w, y).sum().backward()
+    # the last chunk has 128 tokens at most, or 32 in a tile; the weight has 2000 elements
+    rows = 128 if chunk is None else 32
+    assert seen.largest <= max(rows * (V + 32), B * T * H)
+    assert seen.largest < B * T * V / 2
+
+
+def test_no_transformed_copy_of_the_weight(chunk, device):
+    H, V = 64, 700
+    h, w, y = _data((4,), H, V, device, bias=False)
+    h.requires_grad_()
+    with _Largest() as seen:
+        _op(chunk=64 if chunk else None, logit_scale=0.5, logit_softcapping=3.0)(h, w, y).backward()
+    assert seen.largest < V * H / 2
+
+
+def test_a_frozen_head_keeps_no_hidden_states(device):
+    h, w, y = _data((4,), 8, 37, device, bias=False)
+    h.requires_grad_()
+    doubled = h * 2
+    loss = _op()(doubled, w, y)
+    held = [t for t in loss.grad_fn.saved_tensors if t.numel() and t.data_ptr() == doubled.data_ptr()]
+    assert not held
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_labels_out_of_range(reduction, chunk, device, monkeypatch):
+    h, w, y = _data((4,), 8, 37, device, bias=False)
+    y[2] = 37
+    if device == "cpu":
+        with pytest.raises(ValueError, match="label 37 is out of range for a vocabulary of 37"):
+            _op(chunk=chunk, reduction=reduction)(h, w, y)
+    monkeypatch.setattr(op, "check_labels", lambda *_: None)
+    h.requires_grad_()
+    loss = _op(chunk=chunk, reduction=reduction)(h, w, y)
+    (d,) = torch.autograd.grad(loss.sum(), h)
+    bad = torch.isnan(d).all(1)
+    assert bad[2]
+    if reduction == "none":
+        assert torch.isnan(loss).tolist() == [False, False, True, False]
+        assert bad.tolist() == [False, False, True, False]
+
+
+def test_bad_arguments(device):
+    h, w, y, b = _data((2, 3), 8, 37, device)
+    f = opake_linear_cross_entropy_loss
+    with pytest.raises(TypeError, match="hidden and weight must have one dtype, got torch.float32 and torch.bfloat16"):
+        f(h, w.bfloat16(), y)
+    with pytest.raises(TypeError, match="labels must be int64 or int32, got torch.float32"):
+        f(h, w, y.float())
+    with pytest.raises(ValueError, match=r"hidden has shape \(2, 3, 8\), expected \(..., H\) with H = 7"):
+        f(h, w[:, :7], y)
+    with pytest.raises(ValueError, match=r"labels has shape \(2, 2\), expected \(2, 3\)"):
+        f(h, w, y[:, :2])
+    with pytest.raises(ValueError, match=r"weight has shape \(0, 8\).*a shard that was not gathered"):
+        f(h, w[:0], y)
+    with pytest.raises(ValueError, match=r"bias has shape \(36,\), expected \(37,\)"):
+        f(h, w, y, bias=b[1:])
+    with pytest.raises(ValueError, match=r"weight has shape \(3,\), expected \(2,\)"):
+        f(h, w.expand(3, 37, 8), y)
+    with pytest.raises(ValueError, match="chunk is 0, expected None, True or a positive number"):
+        f(h, w, y, chunk=0)
+    with pytest.raises(ValueError, match="reduction is 'max', expected one of none, sum, mean"):
+        f(h, w, y, reduction="max")
+
+
+def test_back_ends_agree_with_each_other(device):
+    h, w, y, b = _data((7,), 8, 130, device)
+    results = [_op(chunk=c)(h, w, y, b) for c in (None, 1, 7, 128, 130, 10**6)]
+    for one, other in itertools.pairwise(results):
+        torch.testing.assert_close(one, other)
+
+
+def test_vjp_without_a_graph_matches_autograd(chunk, device):
+    h, w, y = _data((3, 4), 8, 37, device, bias=False)
+    loss = _op(chunk=chunk)
+
+    def one(h, y):
+        value, pull = vjp(lambda h, w: loss(h, w, y), h, w)
+        return pull(torch.ones_like(value), retain_graph=False, create_graph=False)
+
+    got = vmap(one)(h, y)
+    for i in range(3):
+        leaves = [h[i].clone().requires_grad_(), w.clone().requires_grad_()]
+        want = torch.autograd.grad(loss(leaves[0], leaves[1], y[i]), leaves)
+        for a, e in zip(got, want, strict=True):
+            torch.testing.assert_close(a[i], e)
