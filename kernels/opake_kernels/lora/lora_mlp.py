@@ -1,0 +1,234 @@
+"""A gated MLP with LoRA on its three projections in one call: down(act(gate(x)) * up(x)).
+
+Kept for backward: x, the adapters by reference, gate and up, and the low-rank rows; the activation is computed again.
+The backward of a large call goes through the rows in two parts, so that at most one more tensor of the size of gate is
+alive. Leaves out biases and dropout.
+Sources: Shazeer, "GLU Variants Improve Transformer" (2020); Hu et al., "LoRA" (2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from opake_kernels.activations import Activation, activation_for
+from opake_kernels.fold import ROWS, SHARED, function_pair
+from opake_kernels.launch import uses_triton
+
+from . import projections
+from .arguments import check_precision, check_projections, leading_axis, takes_twin, with_axis
+from .gate import activated, activated_backward
+from .gate_kernels import MAX_RANK, gate_backward, gate_forward
+from .lora_w import lora_w_reference
+from .products import group_product, matmul
+from .projections import Projections, gather
+from .rows import folded_rows, like_groups
+
+__all__ = ["lora_mlp_reference", "opake_lora_mlp"]
+
+Weight = torch.Tensor | None
+Part = tuple[slice, slice]
+# bytes of gate above which the backward goes through the rows in parts
+WHOLE = 32 << 20
+
+
+def lora_mlp_reference(
+    X: torch.Tensor,
+    Wg: torch.Tensor,
+    Ag: Weight,
+    Bg: Weight,
+    Sg: float,
+    Wu: torch.Tensor,
+    Au: Weight,
+    Bu: Weight,
+    Su: float,
+    Wd: torch.Tensor,
+    Ad: Weight,
+    Bd: Weight,
+    Sd: float,
+    activation: str | Activation = "silu",
+    *,
+    lora_precision: str = "compute",
+) -> torch.Tensor:
+    """The plain twin of `opake_lora_mlp`."""
+    gate = lora_w_reference(X, Wg, Ag, Bg, Sg, lora_precision=lora_precision)
+    up = lora_w_reference(X, Wu, Au, Bu, Su, lora_precision=lora_precision)
+    hidden = activation_for(activation).reference(gate, up)
+    return lora_w_reference(hidden, Wd, Ad, Bd, Sd, lora_precision=lora_precision)
+
+
+def _forward(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    """args: W, A, B of gate, up and down, then groups, scalings, act, fused -> y, gate, up, Z, Z of down."""
+    *weights, groups, scalings, act, fused = args
+    X = folded_rows(x, groups)
+    inner, outer = _gathered(weights[0::3], weights[1::3], weights[2::3], scalings, groups, x)
+    if fused:
+        # base products alone: the kernels add the low-rank terms wherever they read them
+        gate, up, Z = matmul(X, inner.W[0].mT), matmul(X, inner.W[1].mT), projections.low_rank_rows(X, inner)
+        H = gate_forward(gate, up, Z, inner.B[0], inner.B[1], act)
+    else:
+        (gate, up), Z = projections.forward(X, inner, (None, None))
+        H = activated(gate, up, act)
+    (y,), Zd = projections.forward(H, outer, (None,))
+    return tuple(t.view(*x.shape[:-1], t.shape[-1]) for t in (y, gate, up, Z, Zd))
+
+
+def _gathered(
+    W: Sequence[Any], A: Sequence[Any], B: Sequence[Any], scalings: tuple[float, ...], groups: int, x: torch.Tensor
+) -> tuple[Projections, Projections]:
+    """The projections of the input, and the down projection."""
+    return (
+        gather(W[:2], A[:2], B[:2], scalings[:2], groups, x),
+        gather(W[2:], A[2:], B[2:], scalings[2:], groups, x),
+    )
+
+
+def _backward(
+    grads: Sequence[Weight],
+    saved: Sequence[Any],
+    need: Sequence[bool],
+    groups: int,
+    scalings: tuple[float, ...],
+    act: Activation,
+    fused: bool,
+) -> list[Weight]:
+    given = grads[0]
+    assert given is not None, "the only output"
+    x, *rest = saved
+    inner, outer = _gathered(rest[0:3], rest[3:6], rest[6:9], scalings, groups, given)
+    rows = [folded_rows(t, groups) for t in (given, *rest[9:]) if t is not None]
+    d, Zd = rows[0], rows[4]
+    need_a, need_b = need[2::3], need[3::3]
+    below = need[0] or any((*need_a[:2], *need_b[:2]))
+    K = d.new_empty(*d.shape[:2], inner.A.shape[2]) if need[0] or any(need_a[:2]) else None
+    dX = d.new_empty(*d.shape[:2], inner.W[0].shape[2]) if need[0] else None
+    sums: list[list[Weight]] = []
+    if below or need_a[2]:
+        for part in _parts(d, inner, outer):
+            sums.append(_part([t[part] for t in rows], inner, outer, act, fused, below, _at(K, part), _at(dX, part)))
+    dBg, dBu, dAd = _together(sums, d.shape[0]) if sums else (None, None, None)
+    X = None if x is None else folded_rows(x, groups)
+    dA = [*projections.factor_gradients(K, X, inner, need_a[:2]), dAd if need_a[2] else None]
+    dBd = group_product(d, Zd, outer.dtypes[0][1]).mT if need_b[2] else None
+    dB = [dBg if need_b[0] else None, dBu if need_b[1] else None, dBd]
+    lead = given.shape[:-1]
+    out: list[Weight] = [None if dX is None else dX.view(*lead, dX.shape[2])]
+    for a, b in zip(dA, dB, strict=True):
+        out += [None, like_groups(a, lead[:groups]), like_groups(b, lead[:groups])]
+    return out
+
+
+def _at(t: Weight, part: Part) -> Weight:
+    return None if t is None else t[part]
+
+
+def _parts(d: torch.Tensor, inner: Projections, outer: Projections) -> list[Part]:
+    """One part, or two: halves of the groups, or of the rows of a lone group. Weights of many groups are not split."""
+    G, R, whole = d.shape[0], d.shape[1], slice(None)
+    shared = all(w is None or w.shape[0] == 1 for p in (inner, outer) for w in (*p.W, p.A, *p.B))
+    if not shared or G * R * inner.W[0].shape[1] * d.element_size() <= WHOLE:
+        return [(whole, whole)]
+    if G > 1:
+        return [(slice(0, G // 2), whole), (slice(G // 2, G), whole)]
+    half = -(-R // 256) * 128
+    return [(whole, slice(0, half)), (whole, slice(half, R))]
+
+
+def _part(
+    rows: Sequence[torch.Tensor],
+    inner: Projections,
+    outer: Projections,
+    act: Activation,
+    fused: bool,
+    below: bool,
+    K: Weight,
+    dX: Weight,
+) -> list[Weight]:
+    """One part of the rows: fills K and dX, returns dBg, dBu, dAd of its groups."""
+    d, gate, up, Z, _ = rows
+    Kd = projections.low_rank_gradients([d], outer)
+    if fused:
+        dg = matmul(d, outer.W[0])
+        du, (sum_g, sum_u, sum_a) = gate_backward(
+            dg, gate, up, Z, Kd, inner.B, outer.A if outer.ranks[0] else None, act, below
+        )
+        sums = [sum_g if sum_g is None else sum_g.mT, sum_u if sum_u is None else sum_u.mT, sum_a]
+    else:
+        H, dg, du = activated_backward(projections.input_gradient([d], Kd, outer), gate, up, act)
+        sums = [
+            None if B is None else group_product(e, Z[..., inner.columns(j)], inner.dtypes[j][1]).mT
+            for j, (e, B) in enumerate(zip((dg, du), inner.B, strict=True))
+        ]
+        sums.append(group_product(Kd, H, outer.dtypes[0][0]).mT if outer.ranks[0] else None)
+    if K is not None and du is not None:
+        projections.low_rank_gradients((dg, du), inner, K)
+        if dX is not None:
+            projections.input_gradient((dg, du), K, inner, dX)
+    dtypes = inner.dtypes[0][1], inner.dtypes[1][1], outer.dtypes[0][0]
+    return [None if s is None else s.to(dtype) for s, dtype in zip(sums, dtypes, strict=True)]
+
+
+def _together(sums: list[list[Weight]], G: int) -> list[Weight]:
+    """Parts of the groups side by side, parts of a lone group added."""
+    if len(sums) == 1:
+        return sums[0]
+    return [
+        None if a is None or b is None else (torch.cat((a.mT, b.mT)).mT if G > 1 else a + b)
+        for a, b in zip(*sums, strict=True)
+    ]
+
+
+_W, _A, _B = (1, 4, 7), (2, 5, 8), (3, 6, 9)
+_lora_mlp = function_pair(
+    "opake_lora_mlp",
+    forward=_forward,
+    backward=_backward,
+    roles=(ROWS, *[SHARED] * 9),
+    save_inputs=(0, *_W, *_A, *_B),
+    save_outputs=(1, 2, 3, 4),
+    outputs=1,
+    stats=4,
+    # x is there for the gradients of the two inner A
+    save_for={0: _A[:2]},
+)
+
+
+def opake_lora_mlp(
+    X: torch.Tensor,
+    Wg: torch.Tensor,
+    Ag: Weight,
+    Bg: Weight,
+    Sg: float,
+    Wu: torch.Tensor,
+    Au: Weight,
+    Bu: Weight,
+    Su: float,
+    Wd: torch.Tensor,
+    Ad: Weight,
+    Bd: Weight,
+    Sd: float,
+    activation: str | Activation = "silu",
+    *,
+    lora_precision: str = "compute",
+) -> torch.Tensor:
+    """down(act(gate(X)) * up(X)), each projection X W^T + (X A) B * S.
+
+    X: (..., hidden); Wg, Wu: (intermediate, hidden); Wd: (hidden, intermediate); A: (in, rank); B: (rank, out), or both
+    None for a projection without an adapter. `activation`: a `hidden_act` name or an `Activation`. Dtypes, the leading
+    example axis of adapters, `lora_precision` and errors are as in `opake_lora_w`. Returns (..., hidden).
+    """
+    op, act = "opake_lora_mlp", activation_for(activation)
+    given = [("g", Wg, Ag, Bg, None), ("u", Wu, Au, Bu, None), ("d", Wd, Ad, Bd, None)]
+    check_precision(op, lora_precision)
+    if Wg.shape != Wu.shape:
+        raise ValueError(f"{op}: Wg and Wu must have one shape, got {tuple(Wg.shape)} and {tuple(Wu.shape)}")
+    X = check_projections(op, X, given)
+    if takes_twin(given, lora_precision):
+        return lora_mlp_reference(X, Wg, Ag, Bg, Sg, Wu, Au, Bu, Su, Wd, Ad, Bd, Sd, act, lora_precision=lora_precision)
+    groups = leading_axis(given)
+    weights = [tensor for each in given for tensor in with_axis(groups, each)[:3]]
+    ranks = [A.shape[-1] for _, _, A, _, _ in given if A is not None]
+    fused = uses_triton(X) and max(ranks, default=0) <= MAX_RANK
+    return _lora_mlp(X, *weights, groups, (float(Sg), float(Su), float(Sd)), act, fused)[0]
