@@ -196,9 +196,11 @@ class NoDropout(ModelRecord):
 
 def core_records(target: Target) -> list[Record]:
     """The records of every model, in the order in which they are applied."""
+    from .repairs import REPAIRS
+
     around = target.wrappers
-    kinds = (FoldedAttention, Masking, PerExampleLoss, RotaryTables, PaddingCheck, Rematerialise, NoDropout, KVCache)
-    return [*(kind(around) for kind in kinds), Batchify(around)]
+    first = (FoldedAttention, Masking, *REPAIRS, PerExampleLoss, RotaryTables, PaddingCheck)
+    return [kind(around) for kind in (*first, Rematerialise, NoDropout, KVCache, Batchify)]
 
 
 def forget_registrations() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from types import FunctionType, MethodType
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from .undo import Change, put
@@ -60,7 +60,7 @@ def rebind(fn: object, names: dict[str, Any], busy: tuple[FunctionType, ...] = (
     """
     if not isinstance(fn, FunctionType) or fn in busy:
         return None
-    hit = set(names) & set(fn.__code__.co_names)
+    hit = set(names) & read_names(fn.__code__)
     cells, changed = [], bool(hit)
     for cell in fn.__closure__ or ():
         inner = _rebound_cell(cell, names, (*busy, fn))
@@ -73,7 +73,29 @@ def rebind(fn: object, names: dict[str, Any], busy: tuple[FunctionType, ...] = (
     new.__kwdefaults__ = fn.__kwdefaults__
     new.__qualname__ = fn.__qualname__
     new.__dict__.update({key: value for key, value in vars(fn).items() if key != "__wrapped__"})
+    if hasattr(fn, "__wrapped__"):
+        new.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
     return new
+
+
+def layers(fn: object, busy: tuple[FunctionType, ...] = ()) -> Iterator[FunctionType]:
+    """`fn` and the functions that its decorators close over."""
+    if not isinstance(fn, FunctionType) or fn in busy:
+        return
+    yield fn
+    for cell in fn.__closure__ or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:
+            continue
+        yield from layers(held, (*busy, fn))
+
+
+@functools.lru_cache(maxsize=4096)
+def read_names(code: CodeType) -> frozenset[str]:
+    """Names of globals (and attributes) that a code object reads, in its lambdas and comprehensions too."""
+    inner = [read_names(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 def _rebound_cell(cell: Any, names: dict[str, Any], busy: tuple[FunctionType, ...]) -> Any:

@@ -92,3 +92,30 @@ def axis_parameters(model: nn.Module) -> dict[str, str]:
         for entry in state.applied
         for name in entry.record.axis_parameters(entry.module)
     }
+
+
+def row_independent(model: nn.Module) -> str | None:
+    """Why the rows of one ordinary batch might reach each other in this model; None if they provably do not.
+
+    Asked of shapes, settings and applied records only. Attention either has our masks, or is eager and has the additive
+    ones of Transformers, which are made for every row whatever the others say.
+    """
+    from torch import nn
+
+    from opake import hf
+    from opake.batching import rotary
+
+    name, state = type(model).__name__, state_of(model)
+    if state is None or state.report is None:
+        return f"{name} is not patched"
+    if state.report.family == "generic":
+        return f"{name} has no family plugin, so nothing vouches for its rows"
+    masked = any(type(entry.record).__name__ == "Masking" for entry in state.applied)
+    if not masked and hf.attention_name(model) != "eager":
+        return "vmap_masking is off, and stock masks are chosen by what the whole batch says"
+    for site, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return f"{site} is a {type(module).__name__}, which mixes the rows of a batch"
+        if rotary.updates(module):
+            return f"the rotary tables of {site} depend on the longest row of a batch"
+    return None

@@ -51,15 +51,25 @@ def causal_loss(
         assert labels is not None, "the model calls its loss only with labels"
         # labels move, not logits: a shifted view of (B, T, V) would have to be copied
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    total = num_items_in_batch is not None and not inside_transform()
+    count = None if inside_transform() else num_items_in_batch
     loss = opake_cross_entropy_loss(
         logits,
         shift_labels.to(logits.device),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
-        reduction="sum" if total else "mean",
+        reduction="mean" if count is None else "sum",
     )
-    if not total:
+    if count is None:
         return loss
-    count = num_items_in_batch
     return loss / (count.to(loss.device) if isinstance(count, torch.Tensor) else count)
+
+
+def row_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of each row of a batch: logits (B, T, V), labels (B, T), shifted here -> (B,), fp32."""
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].to(logits.device)
+    tokens = opake_cross_entropy_loss(logits, shifted, reduction="none")
+    return tokens.sum(-1) / (shifted != -100).sum(-1).clamp(min=1)
+
+
+# the batched engine asks the loss function for its per-row form
+causal_loss.row_losses = row_losses  # type: ignore[attr-defined]

@@ -22,7 +22,9 @@ def stand_in(module: nn.Module, **attributes: Any) -> nn.Module:
             setattr(new, name, value)
     for name, value in attributes.items():
         setattr(new, name, value)
-    return new.eval()
+    # not eval(), which would reach into a submodule that the stand-in borrows from the model
+    new.training = False
+    return new
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
