@@ -15,6 +15,8 @@ import torch
 
 # a gradient smaller than this share of the model's largest one is noise, such as that of a key bias
 _NOISE_FLOOR = 1e-4
+# and one below this share is zero but for rounding: it is wrong only if it is not small beside the others
+_ZERO = 1e-6
 
 
 def loop_gradients(
@@ -61,8 +63,9 @@ def relative_error(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Ten
     largest = max(float(w.abs().max()) for w in want.values())
     if not math.isfinite(largest) or largest == 0:
         return math.inf
-    errors = [
-        float((got[name] - w).abs().max()) / max(float(w.abs().max()), _NOISE_FLOOR * largest)
-        for name, w in want.items()
-    ]
+    errors = [float((got[name] - w).abs().max()) / _scale(float(w.abs().max()), largest) for name, w in want.items()]
     return max(math.inf if math.isnan(error) else error for error in errors)
+
+
+def _scale(own: float, largest: float) -> float:
+    return largest if own < _ZERO * largest else max(own, _NOISE_FLOOR * largest)

@@ -1,0 +1,91 @@
+"""The models, batches and reference gradients of one suite, each made once and handed to every test that asks.
+
+Stock models are never patched and patched ones are built from their own config, so that a test compares two models
+that share nothing but the values of their parameters. A test that changes a model builds one for itself.
+"""
+
+# ruff: noqa: TID253
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opake.checking.tiny import tiny_batch, tiny_config, tiny_model
+from opake.errors import GenericFamilyWarning
+from opake.patches import PatchReport, apply_model_patches
+
+from .oracle import model_loop_gradients
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+Rows = dict[str, torch.Tensor]
+
+
+class Bench:
+    """What the tests of one suite share. `suite` is a class with the attributes and hooks of `ModelSuite`."""
+
+    def __init__(self, suite: Any) -> None:
+        self.suite = suite
+        for method in ("stock", "patched", "reference"):
+            setattr(self, method, functools.cache(getattr(self, method)))
+
+    def config(self) -> PreTrainedConfig:
+        """A fresh config."""
+        given = self.suite.config
+        return tiny_config(self.suite.model_type, **given) if isinstance(given, Mapping) else copy.deepcopy(given)
+
+    def build(self, attention: str, dtype: str = "fp32") -> PreTrainedModel:
+        """A fresh stock model in training mode; its parameters depend on nothing but the suite."""
+        model = tiny_model(self.config(), attention=attention)
+        return model if dtype == "fp32" else self._cast(model, attention, DTYPES[dtype])
+
+    def _cast(self, model: PreTrainedModel, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+        # built in its dtype, as from_pretrained would: a cast of the whole model would round the rotary tables too
+        from transformers import AutoModelForCausalLM
+
+        with torch.random.fork_rng(devices=[]):
+            cast = AutoModelForCausalLM.from_config(self.config(), attn_implementation=attention, dtype=dtype)
+        with torch.no_grad():
+            for mine, theirs in zip(cast.parameters(), model.parameters(), strict=True):
+                mine.copy_(theirs)
+        return cast.train()
+
+    def stock(self, attention: str, dtype: str = "fp32") -> PreTrainedModel:
+        """The shared stock model; `rounded` is float32 with parameters that bfloat16 can hold."""
+        if dtype != "rounded":
+            return self.build(attention, dtype)
+        model = self.build(attention)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+        return model
+
+    def patched(self, attention: str, dtype: str = "fp32", **flags: Any) -> PreTrainedModel:
+        """The shared patched model."""
+        model = self.build(attention, dtype)
+        self.apply(model, **flags)
+        return model
+
+    def apply(self, model: torch.nn.Module, **flags: Any) -> PatchReport:
+        """Patch a model; that the generic patches are used is no news in a suite that is about them."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", GenericFamilyWarning)
+            return apply_model_patches(model, **{**self.suite.flags, **flags})
+
+    def batch(self, padding: str = "right", **sizes: int) -> Rows:
+        """Rows of different lengths; `ones` are full rows with a mask of ones."""
+        rows = tiny_batch(padding="none" if padding == "ones" else padding, **sizes)
+        if padding == "ones":
+            rows["attention_mask"] = torch.ones_like(rows["input_ids"])
+        return self.suite.inputs(rows)
+
+    def reference(self, attention: str, dtype: str, padding: str) -> Rows:
+        """Per-example gradients of the stock model, one row and one backward at a time."""
+        return model_loop_gradients(self.stock(attention, dtype), **self.batch(padding))

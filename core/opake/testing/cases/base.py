@@ -1,0 +1,77 @@
+"""What every case of the suite sees: the attributes that a suite sets, and the comparisons that all cases share."""
+
+# ruff: noqa: TID253
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from opake.testing.oracle import relative_error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# relative to the largest entry of each tensor; float64 leaves no room for a wrong formula
+LIMITS = {"fp32": 5e-6, "fp64": 1e-9}
+
+
+class Suite:
+    """Settings of a suite; a subclass names at least `model_type`.
+
+    model_type: as in the config of the family's checkpoints
+    config: overrides of the tiny config that is derived from the config class, or a whole config
+    attentions: the implementations that the family can be loaded with, the usual one first
+    flags: given to every `apply_model_patches` of the suite
+    without: tests that the family cannot pass, by name without `test_`, each with the reason that is printed
+    """
+
+    model_type: ClassVar[str]
+    config: ClassVar[Mapping[str, Any] | PreTrainedConfig] = {}
+    attentions: ClassVar[tuple[str, ...]] = ("sdpa", "eager")
+    flags: ClassVar[Mapping[str, Any]] = {}
+    without: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def inputs(cls, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Rows as this family wants them: add what its forward needs besides ids, labels and mask."""
+        return rows
+
+
+def assert_same_gradients(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], limit: float) -> None:
+    """Fail with the worst parameter by name, and both magnitudes."""
+    assert got.keys() == want.keys(), f"different parameters: {sorted(got.keys() ^ want.keys())}"
+    error = relative_error(got, want)
+    if error <= limit:
+        return
+    each = {name: relative_error({name: got[name]}, {name: want[name]}) for name in want}
+    worst = max(each, key=lambda name: each[name])
+    raise AssertionError(
+        f"relative error {error:.2e} > {limit:.0e}; worst is {worst}: {each[worst]:.2e}, "
+        f"largest entry {got[worst].abs().max():.3e} for {want[worst].abs().max():.3e}"
+    )
+
+
+def assert_close(got: Any, want: Any, limit: float = LIMITS["fp32"]) -> None:
+    """Every tensor of two nested results; ones that are equal bit for bit may be infinite or nan."""
+    ours, theirs = _tensors(got), _tensors(want)
+    assert [t.shape for t in ours] == [t.shape for t in theirs]
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if torch.equal(a, b):
+            continue
+        scale = b.abs().max().item()
+        error = (a.double() - b.double()).abs().max().item() / (scale or math.inf)
+        assert error <= limit, f"tensor {index} of shape {tuple(a.shape)}: relative error {error:.2e} > {limit:.0e}"
+
+
+def assert_bitwise(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], row: int) -> None:
+    """One row of two sets of per-example gradients, bit for bit."""
+    unequal = [name for name in want if not torch.equal(got[name][row], want[name][row])]
+    assert not unequal, f"row {row} differs in {len(unequal)} of {len(want)} parameters, first {unequal[0]}"
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,59 @@
+"""Cases about fused kernels: each one declared by the family is switched on by name and changes no number.
+
+On a machine without CUDA a kernel runs as its plain twin, or in Triton's interpreter; a flag that no record of the
+family answers is skipped with that reason.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opake.testing.cells import Cell
+from opake.testing.vmapped import vmap_gradients
+
+from .base import LIMITS, Suite, assert_close, assert_same_gradients
+from .gradients import assert_cell
+from .stock import gradients
+
+if TYPE_CHECKING:
+    from opake.testing.bench import Bench
+
+FLAGS = ("rope", "rms_norm", "activation", "cross_entropy")
+EVERY = "every kernel"
+
+
+class KernelCases(Suite):
+    @pytest.fixture
+    def switched(self, bench: Bench, kernel: str) -> dict[str, bool]:
+        """The flags to apply with; skips where the family has nothing for them."""
+        wanted = FLAGS if kernel == EVERY else (kernel,)
+        report = bench.apply(bench.build(self.attentions[0]), **dict.fromkeys(wanted, True))
+        rows = [row for flag in wanted for row in report.find(flag=flag)]
+        applied = {row.flag for row in rows if row.state == "applied"}
+        if not applied:
+            reasons = {f"{row.record}: {row.reason}" for row in rows} or {f"the family declares no {kernel}"}
+            pytest.skip("; ".join(sorted(reasons)))
+        return dict.fromkeys(sorted(applied), True)
+
+    @pytest.mark.parametrize("kernel", [*FLAGS, EVERY])
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_kernel_gradients(self, bench: Bench, attention: str, switched: dict[str, bool], dtype: str) -> None:
+        model = bench.build(attention, dtype)
+        bench.apply(model, **switched)
+        for padding in ("right", "left"):
+            cell = Cell(attention, padding, "T", dtype, "keep", "train")
+            assert_cell(bench, cell, vmap_gradients(model, bench.batch(padding)))
+
+    @pytest.mark.parametrize("kernel", [*FLAGS, EVERY])
+    def test_kernel_forward_and_backward(self, bench: Bench, attention: str, switched: dict[str, bool]) -> None:
+        stock, model = bench.stock(attention).train(), bench.build(attention)
+        bench.apply(model, **switched)
+        rows = bench.batch()
+        got, want = model(**rows), stock(**rows)
+        assert math.isfinite(got.loss.item())
+        assert_close(got.loss, want.loss)
+        assert_close(got.logits, want.logits)
+        assert_same_gradients(gradients(model, rows), gradients(stock, rows), LIMITS["fp32"])
