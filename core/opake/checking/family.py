@@ -7,13 +7,14 @@ GPU kernels are left to the tests; kernels run here through their plain twins, e
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from opake import registry
-from opake.errors import UnknownFamily
 from opake.checking.tiny import tiny_batch, tiny_model
+from opake.errors import GenericFamilyWarning, UnknownFamily
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ class Outcome:
     """What a check found: errors by case, whether `restore` was complete, and every reason to call it a failure."""
 
     model_type: str
+    family: str = "-"
     model: str = "-"
     attention: str = "-"
     errors: dict[str, float] = field(default_factory=dict)
@@ -44,14 +46,25 @@ class Outcome:
     def cells(self) -> tuple[str, ...]:
         errors = (f"{self.errors[case]:.1e}" if case in self.errors else "-" for case in CASES)
         restored = "-" if self.restored is None else "yes" if self.restored else "FAIL"
-        return (self.model_type, self.model, self.attention, *errors, restored, "FAIL" if self.failures else "ok")
+        return (
+            self.model_type,
+            self.family,
+            self.model,
+            self.attention,
+            *errors,
+            restored,
+            "FAIL" if self.failures else "ok",
+        )
 
 
 def check_family(model_type: str) -> Outcome:
     """Run every case; what goes wrong becomes a reason in the outcome and stops this family only."""
     outcome = Outcome(model_type)
     try:
-        _check(model_type, outcome)
+        with warnings.catch_warnings():
+            # the column "family" says it
+            warnings.simplefilter("ignore", GenericFamilyWarning)
+            _check(model_type, outcome)
     except Exception as error:
         outcome.failures.append(f"{type(error).__name__}: {error}")
     return outcome
@@ -114,7 +127,9 @@ def _check_plan(model_type: str, outcome: Outcome) -> None:
     try:
         family = registry.load(model_type)
     except UnknownFamily:
+        outcome.family = "generic"
         return
+    outcome.family = family.claim.source
     for row in family.plan(*planning.modeling(family)):
         absent = getattr(row.record, "cls", None)
         if isinstance(absent, hf.Absent):

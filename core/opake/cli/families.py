@@ -85,7 +85,7 @@ def check_families(
         for name in names:
             step(name)
             outcomes.append(family.check_family(name))
-    head = ("model_type", "model", "attention", *family.CASES, "restored", "result")
+    head = ("model_type", "family", "model", "attention", *family.CASES, "restored", "result")
     table("largest relative error of a per-example gradient", head, [outcome.cells() for outcome in outcomes])
     failures = [f"{outcome.model_type}: {reason}" for outcome in outcomes for reason in outcome.failures]
     for failure in failures:

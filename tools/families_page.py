@@ -1,0 +1,70 @@
+"""docs/families.md, written from the registry: `python tools/families_page.py docs/families.md`, or without a file
+to print it. A test compares the page with what this writes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from opake import planning, registry
+
+FLAGS = {
+    "RoPE": "rope",
+    "RMSNorm": "rms_norm",
+    "gated MLP": "activation",
+    "cross-entropy": "cross_entropy",
+    "loss without logits": "fused_linear_cross_entropy",
+    "LoRA QKV": "lora_qkv",
+    "LoRA MLP": "lora_mlp",
+    "experts": "moe",
+}
+
+HEAD = """# Families
+
+What each family that ships with opake declares, written from the plugins by `make families`. A cell names the classes
+of the Transformers model (without its prefix) that take the operation; a dash means that the family leaves it as it is.
+Whether a declared operation is used on a given machine, and if not why, is in the report of `apply_model_patches`.
+
+Attention, masks, the batch dimension, the cache, the loss and checkpointing are the core's own, for every family and
+for every other causal language model of Transformers.
+"""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    ours = [claim for claim in registry.listed() if claim.source == registry.OURS]
+    head = ["model_type", "since", *FLAGS]
+    lines = [_row(head), _row(["---"] * len(head))]
+    lines += [_row([f"`{claim.name}`", *_cells(claim)]) for claim in ours]
+    return HEAD + "\n" + "\n".join(lines) + "\n"
+
+
+def _cells(claim: registry.Claim) -> list[str]:
+    family, planned = planning.plan(claim.name)
+    cells = ["5.8"]
+    since = getattr(family.plugins[0].target, "SINCE", {})
+    cells[0] = since.get(claim.name, cells[0])
+    for flag in FLAGS.values():
+        named = [_site(row.record) for row in planned if getattr(row.record, "flag", None) == flag]
+        cells.append(", ".join(dict.fromkeys(named)) or "-")
+    return cells
+
+
+def _site(record: object) -> str:
+    cls = getattr(record, "cls", None)
+    if not isinstance(cls, type):
+        return "yes"
+    prefix = cls.__module__.rpartition(".modeling_")[2].replace("_", "")
+    name = cls.__name__
+    return name[len(prefix) :] if name.lower().startswith(prefix) else name
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")
