@@ -18,23 +18,26 @@ _SIZES = ["rows", "rows_per_group", "per_program", "programs"]
 
 @jit(do_not_specialize=_SIZES)
 def forward_kernel(
-    X, RES, W, Y, SUM, RSTD, rows, rows_per_group, cols, w_step, eps,
+    X, RES, W, Y, SUM, RSTD, rows, rows_per_group, w_step, eps,
     x_inner, x_outer, x_step, r_inner, r_outer, r_step,
-    OFFSET: tl.constexpr, ROUND: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    COLS: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, GROUPED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     ok = row < rows
-    live = ok[:, None] & (col < cols)[None, :]
-    x = tl.load(X + ((row // x_inner) * x_outer + (row % x_inner) * x_step)[:, None] + col[None, :], live, 0.0)
+    live = ok[:, None] & (col < COLS)[None, :]
+    x_at = row * COLS if x_inner is None else (row // x_inner) * x_outer + (row % x_inner) * x_step
+    x = tl.load(X + x_at[:, None] + col[None, :], live, 0.0)
     if RES is not None:
-        r = tl.load(RES + ((row // r_inner) * r_outer + (row % r_inner) * r_step)[:, None] + col[None, :], live, 0.0)
+        r_at = row * COLS if r_inner is None else (row // r_inner) * r_outer + (row % r_inner) * r_step
+        r = tl.load(RES + r_at[:, None] + col[None, :], live, 0.0)
         # the sum is rounded before it is normalised, as where the addition is an op of its own
         x = (x.to(tl.float32) + r.to(tl.float32)).to(SUM.dtype.element_ty)
-        tl.store(SUM + row[:, None] * cols + col[None, :], x, live)
+        tl.store(SUM + row[:, None] * COLS + col[None, :], x, live)
     kind = x.dtype
     x = x.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / cols + eps)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / COLS + eps)
     tl.store(RSTD + row, rstd, ok)
     y = x * rstd[:, None]
     if ROUND:
@@ -44,16 +47,16 @@ def forward_kernel(
             at = (row // rows_per_group * w_step)[:, None] + col[None, :]
             w = tl.load(W + at, live, 0.0).to(tl.float32)
         else:
-            w = tl.load(W + col, col < cols, 0.0).to(tl.float32)[None, :]
+            w = tl.load(W + col, col < COLS, 0.0).to(tl.float32)[None, :]
         y = y * (w + OFFSET)
-    tl.store(Y + row[:, None] * cols + col[None, :], y, live)
+    tl.store(Y + row[:, None] * COLS + col[None, :], y, live)
 
 
 @jit(do_not_specialize=_SIZES)
 def backward_kernel(
-    DY, X, W, RSTD, DSUM, DX, PART, rows_per_group, per_program, programs, cols, w_step,
+    DY, X, W, RSTD, DSUM, DX, PART, rows_per_group, per_program, programs, w_step,
     x_inner, x_outer, x_step, y_inner, y_outer, y_step, s_inner, s_outer, s_step,
-    OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    COLS: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     group = program // programs
@@ -61,16 +64,18 @@ def backward_kernel(
     last = tl.minimum(first + per_program, rows_per_group)
     col = tl.arange(0, BLOCK)
     if W is not None:
-        w = tl.load(W + group * w_step + col, col < cols, 0.0).to(tl.float32)[None, :] + OFFSET
+        w = tl.load(W + group * w_step + col, col < COLS, 0.0).to(tl.float32)[None, :] + OFFSET
     if PART is not None:
         acc = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         local = start + tl.arange(0, ROWS)
         ok = local < last
         row = group * rows_per_group + local
-        live = ok[:, None] & (col < cols)[None, :]
-        x = tl.load(X + ((row // x_inner) * x_outer + (row % x_inner) * x_step)[:, None] + col[None, :], live, 0.0)
-        dy = tl.load(DY + ((row // y_inner) * y_outer + (row % y_inner) * y_step)[:, None] + col[None, :], live, 0.0)
+        live = ok[:, None] & (col < COLS)[None, :]
+        x_at = row * COLS if x_inner is None else (row // x_inner) * x_outer + (row % x_inner) * x_step
+        y_at = row * COLS if y_inner is None else (row // y_inner) * y_outer + (row % y_inner) * y_step
+        x = tl.load(X + x_at[:, None] + col[None, :], live, 0.0)
+        dy = tl.load(DY + y_at[:, None] + col[None, :], live, 0.0)
         rstd = tl.load(RSTD + row, ok, 0.0)[:, None]
         dy = dy.to(tl.float32)
         xhat = x.to(tl.float32) * rstd
@@ -79,90 +84,92 @@ def backward_kernel(
         if DX is not None:
             if W is not None:
                 dy = dy * w
-            dx = (dy - xhat * (tl.sum(dy * xhat, 1) / cols)[:, None]) * rstd
+            dx = (dy - xhat * (tl.sum(dy * xhat, 1) / COLS)[:, None]) * rstd
             if DSUM is not None:
-                at = ((row // s_inner) * s_outer + (row % s_inner) * s_step)[:, None] + col[None, :]
-                dx += tl.load(DSUM + at, live, 0.0).to(tl.float32)
-            tl.store(DX + row[:, None] * cols + col[None, :], dx, live)
+                s_at = row * COLS if s_inner is None else (row // s_inner) * s_outer + (row % s_inner) * s_step
+                dx += tl.load(DSUM + s_at[:, None] + col[None, :], live, 0.0).to(tl.float32)
+            tl.store(DX + row[:, None] * COLS + col[None, :], dx, live)
     if PART is not None:
         if ROWS > 8:
             # in two steps: shorter chains of additions, smaller errors
             acc = tl.sum(tl.reshape(acc, (ROWS // 8, 8, BLOCK)), 0)
-        tl.store(PART + program * cols + col, tl.sum(acc, 0), col < cols)
+        tl.store(PART + program * COLS + col, tl.sum(acc, 0), col < COLS)
 
 
 @jit(do_not_specialize=_SIZES)
 def wide_forward_kernel(
-    X, RES, W, Y, SUM, RSTD, rows_per_group, cols, w_step, eps,
+    X, RES, W, Y, SUM, RSTD, rows_per_group, w_step, eps,
     x_inner, x_outer, x_step, r_inner, r_outer, r_step,
-    OFFSET: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
+    COLS: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    X += (row // x_inner) * x_outer + (row % x_inner) * x_step
+    X += row * COLS if x_inner is None else (row // x_inner) * x_outer + (row % x_inner) * x_step
     if RES is not None:
-        RES += (row // r_inner) * r_outer + (row % r_inner) * r_step
+        RES += row * COLS if r_inner is None else (row // r_inner) * r_outer + (row % r_inner) * r_step
     square = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, cols, BLOCK):
+    for start in range(0, COLS, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        x = tl.load(X + col, col < cols, 0.0)
+        x = tl.load(X + col, col < COLS, 0.0)
         if RES is not None:
-            r = tl.load(RES + col, col < cols, 0.0)
+            r = tl.load(RES + col, col < COLS, 0.0)
             x = (x.to(tl.float32) + r.to(tl.float32)).to(SUM.dtype.element_ty)
-            tl.store(SUM + row * cols + col, x, col < cols)
+            tl.store(SUM + row * COLS + col, x, col < COLS)
         x = x.to(tl.float32)
         square += x * x
-    rstd = tl.rsqrt(tl.sum(square, 0) / cols + eps)
+    rstd = tl.rsqrt(tl.sum(square, 0) / COLS + eps)
     tl.store(RSTD + row, rstd)
-    for start in range(0, cols, BLOCK):
+    for start in range(0, COLS, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        x = tl.load(X + col, col < cols, 0.0)
+        x = tl.load(X + col, col < COLS, 0.0)
         if RES is not None:
             # added again from the inputs: the stored sum need not be visible to other threads yet
-            r = tl.load(RES + col, col < cols, 0.0)
+            r = tl.load(RES + col, col < COLS, 0.0)
             x = (x.to(tl.float32) + r.to(tl.float32)).to(SUM.dtype.element_ty)
         y = x.to(tl.float32) * rstd
         if ROUND:
             y = y.to(x.dtype).to(tl.float32)
         if W is not None:
-            w = tl.load(W + row // rows_per_group * w_step + col, col < cols, 0.0)
+            w = tl.load(W + row // rows_per_group * w_step + col, col < COLS, 0.0)
             y = y * (w.to(tl.float32) + OFFSET)
-        tl.store(Y + row * cols + col, y, col < cols)
+        tl.store(Y + row * COLS + col, y, col < COLS)
 
 
 @jit(do_not_specialize=_SIZES)
 def wide_dx_kernel(
-    DY, X, W, RSTD, DSUM, DX, rows_per_group, cols, w_step,
+    DY, X, W, RSTD, DSUM, DX, rows_per_group, w_step,
     x_inner, x_outer, x_step, y_inner, y_outer, y_step, s_inner, s_outer, s_step,
-    OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    COLS: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    X += (row // x_inner) * x_outer + (row % x_inner) * x_step
-    DY += (row // y_inner) * y_outer + (row % y_inner) * y_step
+    X += row * COLS if x_inner is None else (row // x_inner) * x_outer + (row % x_inner) * x_step
+    DY += row * COLS if y_inner is None else (row // y_inner) * y_outer + (row % y_inner) * y_step
+    if DSUM is not None:
+        DSUM += row * COLS if s_inner is None else (row // s_inner) * s_outer + (row % s_inner) * s_step
     rstd = tl.load(RSTD + row)
     dots = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, cols, BLOCK):
+    for start in range(0, COLS, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        dy = tl.load(DY + col, col < cols, 0.0).to(tl.float32)
+        dy = tl.load(DY + col, col < COLS, 0.0).to(tl.float32)
         if W is not None:
-            dy *= tl.load(W + row // rows_per_group * w_step + col, col < cols, 0.0).to(tl.float32) + OFFSET
-        dots += dy * tl.load(X + col, col < cols, 0.0).to(tl.float32)
-    mean = tl.sum(dots, 0) * rstd / cols
-    for start in range(0, cols, BLOCK):
+            dy *= tl.load(W + row // rows_per_group * w_step + col, col < COLS, 0.0).to(tl.float32) + OFFSET
+        dots += dy * tl.load(X + col, col < COLS, 0.0).to(tl.float32)
+    mean = tl.sum(dots, 0) * rstd / COLS
+    for start in range(0, COLS, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        dy = tl.load(DY + col, col < cols, 0.0).to(tl.float32)
+        dy = tl.load(DY + col, col < COLS, 0.0).to(tl.float32)
         if W is not None:
-            dy *= tl.load(W + row // rows_per_group * w_step + col, col < cols, 0.0).to(tl.float32) + OFFSET
-        dx = (dy - tl.load(X + col, col < cols, 0.0).to(tl.float32) * rstd * mean) * rstd
+            dy *= tl.load(W + row // rows_per_group * w_step + col, col < COLS, 0.0).to(tl.float32) + OFFSET
+        dx = (dy - tl.load(X + col, col < COLS, 0.0).to(tl.float32) * rstd * mean) * rstd
         if DSUM is not None:
-            ds = tl.load(DSUM + (row // s_inner) * s_outer + (row % s_inner) * s_step + col, col < cols, 0.0)
-            dx += ds.to(tl.float32)
-        tl.store(DX + row * cols + col, dx, col < cols)
+            dx += tl.load(DSUM + col, col < COLS, 0.0).to(tl.float32)
+        tl.store(DX + row * COLS + col, dx, col < COLS)
 
 
 @jit(do_not_specialize=_SIZES)
 def wide_dw_kernel(
-    DY, X, RSTD, PART, rows_per_group, per_program, programs, cols,
-    x_inner, x_outer, x_step, y_inner, y_outer, y_step, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DY, X, RSTD, PART, rows_per_group, per_program, programs,
+    x_inner, x_outer, x_step, y_inner, y_outer, y_step,
+    COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     group = program // programs
@@ -173,21 +180,23 @@ def wide_dw_kernel(
     for start in range(first, last, ROWS):
         local = start + tl.arange(0, ROWS)
         row = group * rows_per_group + local
-        live = (local < last)[:, None] & (col < cols)[None, :]
-        x = tl.load(X + ((row // x_inner) * x_outer + (row % x_inner) * x_step)[:, None] + col[None, :], live, 0.0)
-        dy = tl.load(DY + ((row // y_inner) * y_outer + (row % y_inner) * y_step)[:, None] + col[None, :], live, 0.0)
+        live = (local < last)[:, None] & (col < COLS)[None, :]
+        x_at = row * COLS if x_inner is None else (row // x_inner) * x_outer + (row % x_inner) * x_step
+        y_at = row * COLS if y_inner is None else (row // y_inner) * y_outer + (row % y_inner) * y_step
+        x = tl.load(X + x_at[:, None] + col[None, :], live, 0.0)
+        dy = tl.load(DY + y_at[:, None] + col[None, :], live, 0.0)
         acc += dy.to(tl.float32) * x.to(tl.float32) * tl.load(RSTD + row, local < last, 0.0)[:, None]
-    tl.store(PART + program * cols + col, tl.sum(acc, 0), col < cols)
+    tl.store(PART + program * COLS + col, tl.sum(acc, 0), col < COLS)
 
 
 @jit(do_not_specialize=_SIZES)
-def sum_kernel(PART, DW, programs, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(G, programs, cols) fp32 partial sums -> (G, cols) in the weight's dtype, in a fixed order."""
+def sum_kernel(PART, DW, programs, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(G, programs, COLS) fp32 partial sums -> (G, COLS) in the weight's dtype, in a fixed order."""
     group = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, programs, ROWS):
         p = start + tl.arange(0, ROWS)
-        at = (group * programs + p)[:, None] * cols + col[None, :]
-        acc += tl.load(PART + at, (p < programs)[:, None] & (col < cols)[None, :], 0.0)
-    tl.store(DW + group * cols + col, tl.sum(acc, 0), col < cols)
+        at = (group * programs + p)[:, None] * COLS + col[None, :]
+        acc += tl.load(PART + at, (p < programs)[:, None] & (col < COLS)[None, :], 0.0)
+    tl.store(DW + group * COLS + col, tl.sum(acc, 0), col < COLS)

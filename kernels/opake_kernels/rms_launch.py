@@ -9,6 +9,7 @@ have made them.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -33,7 +34,8 @@ _WIDE_BLOCK = 4096
 _WAVES_DW, _WAVES_DX = 4, 16
 # rows in flight in the backward loop
 _STAGES = 2
-_NOTHING = (1, 0, 0)
+# a dense tensor needs no strides; saying so with None lets the compiler know the alignment of its rows
+_DENSE = (None, None, None)
 
 
 @lru_cache(maxsize=256)
@@ -55,6 +57,14 @@ def _share(R: int, G: int, rows: int, programs: int) -> tuple[int, int]:
     per_group = max(1, min(cdiv(R, rows), cdiv(programs, G)))
     per_program = cdiv(cdiv(R, per_group), rows) * rows
     return per_program, cdiv(R, per_program)
+
+
+def _rows(x: torch.Tensor | None) -> tuple[Any, ...]:
+    """`x`, or a copy where its strides are beyond the kernels, and (inner, outer, step) of its rows."""
+    if x is None or x.is_contiguous():
+        return x, *_DENSE
+    x, *strides = row_strides(x)
+    return (x, *_DENSE) if strides == [1, x.shape[-1], 0] else (x, *strides)
 
 
 def _weight(weight: torch.Tensor | None, groups: int, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
@@ -100,15 +110,15 @@ def _launch_forward(x, residual, weight, y, s, rstd, groups, eps, offset, round_
     C, rows = x.shape[-1], rstd.numel()
     w, w_step = _weight(weight, groups, x)
     R = rows // fold_groups(x, groups) if w_step else rows
-    at, *x_rows = row_strides(x)
-    res, *res_rows = (None, *_NOTHING) if residual is None else row_strides(residual)
-    meta = {"OFFSET": offset, "ROUND": round_first and w is not None}
+    at, *x_rows = _rows(x)
+    res, *res_rows = _rows(residual)
+    meta = {"COLS": C, "OFFSET": offset, "ROUND": round_first and w is not None}
     if C > _WIDEST_TILE:
-        args = (at, res, w, y, s, rstd, R, C, w_step, eps, *x_rows, *res_rows)
+        args = (at, res, w, y, s, rstd, R, w_step, eps, *x_rows, *res_rows)
         launch(wide_forward_kernel, (rows,), x, *args, **meta, BLOCK=_WIDE_BLOCK, num_warps=8)
         return
     tile, block, warps = _tile(C)
-    args = (at, res, w, y, s, rstd, rows, R, C, w_step, eps, *x_rows, *res_rows)
+    args = (at, res, w, y, s, rstd, rows, R, w_step, eps, *x_rows, *res_rows)
     meta |= {"GROUPED": w_step != 0, "ROWS": tile, "BLOCK": block}
     launch(forward_kernel, (cdiv(rows, tile),), x, *args, **meta, num_warps=warps)
 
@@ -143,9 +153,9 @@ def rms_backward(
 def _launch_backward(dy, x, weight, rstd, dsum, dx, dw, groups, offset) -> None:
     C, rows, G = x.shape[-1], rstd.numel(), fold_groups(x, groups)
     w, w_step = _weight(weight, groups, x)
-    at, *x_rows = row_strides(x)
-    dy, *dy_rows = row_strides(dy)
-    ds, *ds_rows = (None, *_NOTHING) if dsum is None else row_strides(dsum)
+    at, *x_rows = _rows(x)
+    dy, *dy_rows = _rows(dy)
+    ds, *ds_rows = _rows(dsum)
     waves = _WAVES_DX if dw is None else _WAVES_DW
     wide = C > _WIDEST_TILE
     tile, block, warps = (4, 512, 4) if wide else _tile(C)
@@ -155,14 +165,16 @@ def _launch_backward(dy, x, weight, rstd, dsum, dx, dw, groups, offset) -> None:
         part = torch.empty((G * programs, C), dtype=torch.float32, device=x.device)
     strides = (*x_rows, *dy_rows)
     if not wide:
-        args = (dy, at, w, rstd, ds, dx, part, rows // G, per_program, programs, C, w_step, *strides, *ds_rows)
-        meta = {"OFFSET": offset, "ROWS": tile, "BLOCK": block, "STAGES": _STAGES}
+        args = (dy, at, w, rstd, ds, dx, part, rows // G, per_program, programs, w_step, *strides, *ds_rows)
+        meta = {"COLS": C, "OFFSET": offset, "ROWS": tile, "BLOCK": block, "STAGES": _STAGES}
         launch(backward_kernel, (G * programs,), x, *args, **meta, num_warps=warps)
     if wide and dx is not None:
-        args = (dy, at, w, rstd, ds, dx, rows // G, C, w_step, *strides, *ds_rows)
-        launch(wide_dx_kernel, (rows,), x, *args, OFFSET=offset, BLOCK=_WIDE_BLOCK, num_warps=8)
+        args = (dy, at, w, rstd, ds, dx, rows // G, w_step, *strides, *ds_rows)
+        launch(wide_dx_kernel, (rows,), x, *args, COLS=C, OFFSET=offset, BLOCK=_WIDE_BLOCK, num_warps=8)
     if wide and dw is not None:
-        args = (dy, at, rstd, part, rows // G, per_program, programs, C, *strides)
-        launch(wide_dw_kernel, (G * programs, cdiv(C, block)), x, *args, ROWS=tile, BLOCK=block, num_warps=warps)
+        args = (dy, at, rstd, part, rows // G, per_program, programs, *strides)
+        launch(
+            wide_dw_kernel, (G * programs, cdiv(C, block)), x, *args, COLS=C, ROWS=tile, BLOCK=block, num_warps=warps
+        )
     if dw is not None and part is not dw:
-        launch(sum_kernel, (G, cdiv(C, 64)), x, part, dw, programs, C, ROWS=32, BLOCK=64, num_warps=4)
+        launch(sum_kernel, (G, cdiv(C, 64)), x, part, dw, programs, COLS=C, ROWS=32, BLOCK=64, num_warps=4)
