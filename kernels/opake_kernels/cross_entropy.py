@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .checks import check_float, check_index, check_same_device, check_shape
-from .fold import ROWS, fold_groups, function_pair, transforms_active
+from .fold import ROWS, fold_groups, function_pair, values_readable
 from .launch import DEBUG, cdiv, jit, launch, tl, uses_triton
 from .row_softmax import aligned_start, cap_scale, cap_scale_grad, grad_tile, row_logsumexp, row_tile
 from .strided_rows import row_strides
@@ -266,7 +266,7 @@ def opake_cross_entropy_loss(
     if not logits.dim() or not logits.shape[-1]:
         raise ValueError(f"{op}: logits have shape {tuple(logits.shape)}, expected (..., V) with V >= 1")
     check_shape(op, "labels", labels.shape, logits.shape[:-1], "the leading dimensions of logits")
-    if labels.device.type == "cpu" and not transforms_active():
+    if labels.device.type == "cpu" and values_readable():
         check_labels(op, labels, logits.shape[-1], settings.ignore_index)
     if not uses_triton(logits, labels):
         return cross_entropy_reference(logits, labels, settings)

@@ -9,13 +9,14 @@ call goes through `Function.apply`, which gives the same result. Leaves out outp
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Function
 
-__all__ = ["SHORT_ROAD", "short_apply", "transforms_active"]
+__all__ = ["SHORT_ROAD", "eagerly", "short_apply", "transforms_active", "values_readable"]
 
 try:
     from torch._C._functorch import (
@@ -37,6 +38,16 @@ except ImportError:
     SHORT_ROAD = False
 
 
+def eagerly(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)`, kept out of `torch.compile` where that is at work, in this frame or in one further up."""
+    if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+        # imported only once the compiler is
+        from .compiled import outside_graph
+
+        return outside_graph(fn, *args)
+    return fn(*args)
+
+
 class _Info(NamedTuple):
     """What a vmap rule is told; `randomness` is nothing to a kernel."""
 
@@ -44,8 +55,13 @@ class _Info(NamedTuple):
 
 
 def transforms_active() -> bool:
-    """True inside any `torch.func` transform, where the values of a tensor may not be looked at."""
+    """True inside any `torch.func` transform."""
     return torch._C._are_functorch_transforms_active()
+
+
+def values_readable() -> bool:
+    """False where the values of a tensor may not be looked at: inside a transform, or under compilation."""
+    return not torch.compiler.is_compiling() and not transforms_active()
 
 
 def _map(fn: Callable[[torch.Tensor], Any], args: Any) -> list[Any]:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from .dispatch import short_apply, transforms_active
+from .dispatch import eagerly, short_apply, transforms_active, values_readable
 
 __all__ = [
     "ROWS",
@@ -39,6 +39,7 @@ __all__ = [
     "function_pair",
     "sum_to_shape",
     "transforms_active",
+    "values_readable",
 ]
 
 # how a tensor argument meets a mapped dimension that it does not have: expanded, or kept as a group of one
@@ -174,7 +175,7 @@ def function_pair(
             if all(g is None for g in grads[:outputs]):
                 return tuple(nothing)
             mask = sum(1 << i for i in range(n_in) if need[i])
-            found = apply_backward(*grads[:outputs], *ctx.saved_tensors, mask, *ctx.settings)
+            found = eagerly(apply_backward, *grads[:outputs], *ctx.saved_tensors, mask, *ctx.settings)
             found = iter(found if isinstance(found, tuple) else (found,))
             for i, shape in enumerate(ctx.shapes):
                 if need[i]:
@@ -195,4 +196,8 @@ def function_pair(
     Forward.__name__ = Forward.__qualname__ = name
     Backward.__name__ = Backward.__qualname__ = f"{name}_backward"
     apply_forward, apply_backward = short_apply(Forward), short_apply(Backward)
-    return apply_forward
+
+    def pair(*args: Any) -> Any:
+        return eagerly(apply_forward, *args)
+
+    return pair
