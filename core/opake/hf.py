@@ -98,6 +98,11 @@ def positional_names(fn: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in _parameters(fn).values() if p.kind in kinds)[1:]
 
 
+def arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of all parameters of a function."""
+    return tuple(_parameters(fn))
+
+
 def position_of(fn: Callable[..., Any], name: str) -> int | None:
     """The place of a positional parameter of an unbound method, not counting `self`; None if it is not positional."""
     names = positional_names(fn)
@@ -194,3 +199,10 @@ def packed_position_check() -> tuple[ModuleType, str]:
     from transformers import masking_utils
 
     return masking_utils, "find_packed_sequence_indices"
+
+
+def masking_module() -> str:
+    """Name of the module that builds attention masks."""
+    from transformers import masking_utils
+
+    return masking_utils.__name__

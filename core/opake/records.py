@@ -66,6 +66,14 @@ class Record:
         """Names of the module's own parameters that the patched op takes with a leading example axis."""
         return frozenset()
 
+    def kept(self) -> Record:
+        """What the state of a patched model keeps of this record: itself, without references to other models."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        # a record is a value: a deep copy of a patched model shares it
+        return self
+
     def __str__(self) -> str:
         values = [(field, getattr(self, field.name)) for field in fields(self)]
         return f"{type(self).__name__}({', '.join(_shown(value) for field, value in values if value != field.default)})"
@@ -184,16 +192,24 @@ class Experts(ClassRecord):
 
 @dataclass(frozen=True, slots=True)
 class RouterAuxLoss(ClassRecord):
-    """Load-balancing loss of the router, per example and without a write into an unmapped tensor."""
+    """Load-balancing loss of the router, per example and without a write into an unmapped tensor.
+
+    The core finds Transformers' usual `load_balancing_loss_func` itself; naming the class says that it must be there.
+    """
 
     flag: ClassVar[str] = "moe"
+    _through: ClassVar[str | None] = "experts.aux_loss"
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentMask(ClassRecord):
-    """Padding mask of linear-attention layers, decided without looking at its values."""
+    """Padding mask of linear-attention layers, decided without looking at its values.
+
+    The core finds Transformers' usual functions itself; naming the class says that one must be there.
+    """
 
     flag: ClassVar[str] = "vmap_masking"
+    _through: ClassVar[str | None] = "masks.recurrent"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,27 @@ from opake.patching.undo import Skip, Undo
 
 from .forward import attention_forward
 
+
+class Name(str):
+    """A name under which functions are found, and which a modeling file that asks "is this sdpa?" takes for sdpa.
+
+    Some attention classes (sparse indexers, image masks) compare the selected implementation with the names they know,
+    and leave a mask out for any other. Ours takes and makes the masks of sdpa, so the answer is yes.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other == "sdpa" or str.__eq__(self, other)  # type: ignore[arg-type]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
 # a name may not contain "sdpa" or "flash_attention": Transformers gives those a meaning of its own
-NAMES = {(True, True): "opake", (True, False): "opake_attention", (False, True): "opake_masking"}
+NAMES = {(True, True): Name("opake"), (True, False): Name("opake_attention"), (False, True): Name("opake_masking")}
 SERVED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", *NAMES.values())
 
 
@@ -36,7 +55,7 @@ def fits(model: nn.Module) -> Skip | None:
 def select(model: nn.Module, wrappers: tuple[nn.Module, ...], *, attention: bool = False, masks: bool = False) -> Undo:
     """Switch the attention or the mask function on, keeping the other as it is; the config becomes the model's own."""
     now = hf.attention_name(model)
-    before = next((key for key, name in NAMES.items() if name == now), (False, False))
+    before = next((key for key, name in NAMES.items() if str(name) == str(now)), (False, False))
     name = NAMES[(attention or before[0], masks or before[1])]
     register()
     undo = own_config(model, wrappers)

@@ -27,6 +27,9 @@ class ModelRecord(Record):
     def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield "", model
 
+    def kept(self) -> Record:
+        return type(self)()
+
     def __str__(self) -> str:
         return type(self).__name__
 

@@ -1,4 +1,4 @@
-"""The same forward with some global names overlaid, for one instance; and the implementation of the `Replace` record."""
+"""The same forward with some global names overlaid, for one instance; and how the record `Replace` is applied."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Mixture-of-experts models under transforms: the router's auxiliary loss."""

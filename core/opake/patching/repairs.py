@@ -1,0 +1,89 @@
+"""The core's records about single forwards: what Transformers writes in many modeling files that no transform can run.
+
+Each finds its sites by what a forward reads, not by a model's name, and overlays it there for one model. So a model
+without a family is served like one that has a plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from opake.records import Undo
+
+from .builtin import ModelRecord
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentMasks(ModelRecord):
+    """The padding mask of linear-attention, Mamba and convolution layers, used whatever it says."""
+
+    flag: ClassVar[str] = "vmap_masking"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        from opake.masks import recurrent
+
+        return recurrent.sites(model)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.masks import recurrent
+
+        return recurrent.apply(self, module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskBuilders(ModelRecord):
+    """Masks of eager and hand-written attention, materialised whenever one is supplied."""
+
+    flag: ClassVar[str] = "vmap_masking"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        from opake.masks import builders
+
+        return builders.sites(model)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.masks import builders
+
+        return builders.apply(module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterLoss(ModelRecord):
+    """The router's auxiliary loss, counted per row."""
+
+    flag: ClassVar[str] = "moe"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        from opake.experts import aux_loss
+
+        return aux_loss.sites(model)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.experts import aux_loss
+
+        return aux_loss.apply(self, module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OldFunctions(ModelRecord):
+    """Autograd functions of the old form, given the form that transforms ask for."""
+
+    flag: ClassVar[str] = "batchify"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        from opake.batching import functions
+
+        return functions.sites(model)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.batching import functions
+
+        return functions.apply(module)
+
+
+REPAIRS = (MaskBuilders, RecurrentMasks, RouterLoss, OldFunctions)
