@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, jacrev, vjp, vmap
 
 from opake.checkpoint import remat
 from opake.errors import InputError, OpakeError
+from opake.functional import make_functional
 from opake.testing.live import peak_live_bytes
 from opake.testing.oracle import loop_gradients, relative_error
 
@@ -253,6 +254,40 @@ def test_every_form_of_callable(rows, form):
     got = vmap(grad(loss), (None, 0))(parameters(block), rows)
     want = loop_gradients(plain_twice if form == "other_method" else plain, parameters(block), rows)
     assert relative_error(got, want) < 5e-6
+
+
+class Parent(nn.Module):
+    """Hands its own method and one of its blocks to remat: two ways to the same tensors."""
+
+    def __init__(self, call):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.call = nn.ModuleList(nn.Linear(H, H) for _ in range(3)), call
+        self.again = self.blocks[0]
+
+    def block(self, block, x):
+        return x + torch.tanh(block(x)) + self.again(x)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.call(self.block, block, x)
+        return x
+
+
+def test_a_method_that_is_handed_its_own_submodule_and_a_shared_one(rows):
+    net, plain = Parent(remat), Parent(lambda fn, *args: fn(*args))
+    before = dict(net.named_parameters(remove_duplicate=False))
+    net(rows).square().mean().backward()
+    plain(rows).square().mean().backward()
+    grads = [{name: p.grad for name, p in model.named_parameters()} for model in (net, plain)]
+    assert relative_error(*grads) < 1e-6
+    fmodel, params = make_functional(net)
+    got = vmap(grad(lambda p, x: fmodel(p, x).square().mean()), (None, 0))(params, rows)
+    pmodel = make_functional(plain)[0]
+    assert relative_error(got, loop_gradients(lambda p, x: pmodel(p, x).square().mean(), params, rows)) < 5e-6
+    after = dict(net.named_parameters(remove_duplicate=False))
+    assert before.keys() == after.keys()
+    assert all(before[name] is after[name] for name in before)
 
 
 def test_function_without_modules_and_with_a_tuple_of_outputs(rows):

@@ -77,5 +77,7 @@ def test_unknown_name_and_wrong_shape_are_refused():
     fmodel, params = make_functional(Tied())
     with pytest.raises(InputError, match=r"Tied has no parameter 'mid.wieght'; the nearest is 'mid.weight'"):
         fmodel({"mid.wieght": params["mid.weight"]}, IDS)
+    with pytest.raises(InputError, match=r"'embed.weight' and 'head.weight' of Tied are one tied tensor"):
+        fmodel({"embed.weight": torch.zeros(7, 4), "head.weight": torch.zeros(7, 4)}, IDS)
     with pytest.raises(InputError, match=r"'mid.bias' of Tied has shape \(4,\), params has \(3,\)"):
         fmodel({"mid.bias": torch.zeros(3)}, IDS)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from opake.checkpoint.guard import RematCheckpoint, guarded_checkpoint
-from opake.checkpoint.remat import remat
+from opake.checkpoint.rematerialise import remat
 
 __all__ = ["RematCheckpoint", "guarded_checkpoint", "remat"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch.utils.checkpoint
 
 from opake.checkpoint.reach import flatten_partial, reach
-from opake.checkpoint.remat import remat_reached
+from opake.checkpoint.rematerialise import remat_reached
 from opake.errors import OpakeWarning
 from opake.transforms import inside_transform
 

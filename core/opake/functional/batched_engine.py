@@ -8,14 +8,12 @@ It may only be offered where that is proved; `obstacle` asks for the proof and s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from opake.functional.chunk import Chunk, Engine
-from opake.functional.module import check_params, frozen_rest
+from opake.functional.module import in_place
 from opake.functional.rows import Rows
 from opake.functional.target import Target
 
@@ -101,29 +99,18 @@ def build(target: Target) -> Engine:
     assert model is not None, "only a model has an obstacle-free batched engine"
 
     def run(params: Mapping[str, torch.Tensor], rows: Rows) -> Chunk:
-        check_params(model, params)
-        wide = {name: p.detach().expand(rows.count, *p.shape).requires_grad_() for name, p in params.items()}
-        held = {f"model.{name}": p for name, p in {**frozen_rest(model, params), **wide}.items()}
-        with torch.enable_grad():
-            grads, losses = functional_call(_Step(model), held, (rows.leading()[1], list(wide.values())))
-        return Chunk(dict(zip(wide, grads, strict=True)), losses, ())
-
-    return run
-
-
-class _Step(nn.Module):
-    """Forward and backward as one call, so that stock checkpointing recomputes while the parameters are swapped in."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: dict[str, Any], wide: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
         from opake.patching.target import locate
 
-        losses_of = row_losses_of(locate(self.model).model)
+        losses_of = row_losses_of(locate(model).model)
         assert losses_of is not None, "the loss was known when the engine was chosen"
+        wide = {name: p.detach().expand(rows.count, *p.shape).requires_grad_() for name, p in params.items()}
+        batch = rows.leading()[1]
         labels = batch.pop("labels")
-        losses = losses_of(self.model(**batch).logits, labels)
-        grads = torch.autograd.grad(losses.sum(), wide, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(wide, grads, strict=True)], losses.detach()
+        # the backward runs inside too, because stock checkpointing recomputes in it
+        with torch.enable_grad(), in_place(model, wide, wide=True):
+            losses = losses_of(model(**batch).logits, labels)
+            grads = torch.autograd.grad(losses.sum(), list(wide.values()), allow_unused=True)
+        made = {name: torch.zeros_like(wide[name]) if g is None else g for name, g in zip(wide, grads, strict=True)}
+        return Chunk(made, losses.detach(), ())
+
+    return run

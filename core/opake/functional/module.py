@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, overload
 
 import torch
-from torch.func import functional_call
 
 from opake.errors import InputError
+from opake.swap import Places
 
 Params = dict[str, torch.Tensor]
 
@@ -33,8 +34,8 @@ def make_functional(module: torch.nn.Module, *, partition_trainable: bool = Fals
     """
 
     def fmodel(params: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
-        check_params(module, params)
-        return functional_call(module, {**frozen_rest(module, params), **params}, args, kwargs)
+        with in_place(module, params):
+            return module(*args, **kwargs)
 
     named = dict(module.named_parameters())
     params = {name: p.detach() for name, p in named.items()}
@@ -44,22 +45,35 @@ def make_functional(module: torch.nn.Module, *, partition_trainable: bool = Fals
     return fmodel, trainable, {name: p for name, p in params.items() if name not in trainable}
 
 
-def check_params(module: torch.nn.Module, params: Mapping[str, torch.Tensor]) -> None:
-    """Raise InputError unless every name is a parameter of `module`, in its shape."""
-    own = dict(module.named_parameters(remove_duplicate=False))
+@contextlib.contextmanager
+def in_place(module: torch.nn.Module, params: Mapping[str, torch.Tensor], *, wide: bool = False) -> Iterator[None]:
+    """For the time of the block, `params` stand in the module, and what they leave out is detached.
+
+    wide: the tensors carry a leading axis that the module's own parameters do not have.
+    """
+    given = _given(module, params, wide)
+    places = Places([module])
+    rest = (p.detach() if p.requires_grad else p for p in places.tensors)
+    with places.holding([given.get(id(p), own) for p, own in zip(places.tensors, rest, strict=True)]):
+        yield
+
+
+def _given(module: torch.nn.Module, params: Mapping[str, torch.Tensor], wide: bool) -> dict[int, torch.Tensor]:
+    """{id of the module's own tensor: the one for it}, after every name and shape has been checked."""
+    kind, own = type(module).__name__, dict(module.named_parameters(remove_duplicate=False))
+    given: dict[int, torch.Tensor] = {}
     for name, tensor in params.items():
         if name not in own:
             near = difflib.get_close_matches(name, own, n=1, cutoff=0)
-            hint = f"; the nearest is {near[0]!r}" if near else "; it has none"
-            raise InputError(f"{type(module).__name__} has no parameter {name!r}{hint}")
-        if tensor.shape != own[name].shape:
             raise InputError(
-                f"parameter {name!r} of {type(module).__name__} has shape {tuple(own[name].shape)}, "
-                f"params has {tuple(tensor.shape)}"
+                f"{kind} has no parameter {name!r}; " + (f"the nearest is {near[0]!r}" if near else "none")
             )
-
-
-def frozen_rest(module: torch.nn.Module, params: Mapping[str, torch.Tensor]) -> Params:
-    """Detached copies, without new storage, of the parameters left out of `params` that would take a gradient."""
-    given = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in params}
-    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad and id(p) not in given}
+        shape = tensor.shape[1:] if wide else tensor.shape
+        if shape != own[name].shape:
+            raise InputError(
+                f"parameter {name!r} of {kind} has shape {tuple(own[name].shape)}, params has {tuple(shape)}"
+            )
+        if given.setdefault(id(own[name]), tensor) is not tensor:
+            first = next(other for other in params if own[other] is own[name])
+            raise InputError(f"{first!r} and {name!r} of {kind} are one tied tensor, but params has two for it")
+    return given

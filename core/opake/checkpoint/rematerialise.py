@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from opake.checkpoint.reach import Reach, flatten_partial, reach
 from opake.checkpoint.replay import Replay
 from opake.errors import InputError, OpakeError
+from opake.swap import Places
 from opake.transforms import inside_transform
 
 _running = contextvars.ContextVar("opake_remat_running", default=False)
@@ -59,27 +59,14 @@ def remat_reached(
     return call.rebuild(_Remat.apply(call, *call.tensors))
 
 
-class _Host(torch.nn.Module):
-    """Owns the modules of a call, so that `functional_call` swaps their tensors while any function of them runs."""
-
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        super().__init__()
-        for index, module in enumerate(modules):
-            self.add_module(str(index), module)
-
-    def forward(self, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return fn(*args, **kwargs)
-
-
 class _Call:
     """A call as a function of its tensors: parameters and buffers of its modules, then the tensors in its arguments."""
 
     def __init__(
         self, fn: Callable, args: tuple, kwargs: Mapping[str, Any], modules: Sequence[torch.nn.Module], *, preserve_rng
     ) -> None:
-        self._fn, self._host = fn, _Host(modules)
-        state = {**dict(self._host.named_parameters()), **dict(self._host.named_buffers())}
-        leaves, self._spec = tree_flatten((state, args, kwargs))
+        self._fn, self._places = fn, Places(modules)
+        leaves, self._spec = tree_flatten((self._places.tensors, args, kwargs))
         self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.tensors: tuple[torch.Tensor, ...] = tuple(leaves[i] for i in self._slots)
@@ -93,8 +80,8 @@ class _Call:
         for slot, tensor in zip(self._slots, tensors, strict=True):
             leaves[slot] = tensor
         state, args, kwargs = tree_unflatten(leaves, self._spec)
-        with _nested_off():
-            out = functional_call(self._host, state, (self._fn, args, kwargs))
+        with _nested_off(), self._places.holding(state):
+            out = self._fn(*args, **kwargs)
         outs, self._out_spec = tree_flatten(out)
         self._out_rest = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in outs]
         handed_in = {id(t) for t in tensors}
