@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from opake import hf
-from opake.patching.instance import unbound, wrap_method
+from opake.patching.instance import wrap_method
 from opake.patching.runtime import runtime_has
 from opake.patching.undo import Skip, Undo
 from opake.transforms import inside_transform
@@ -29,8 +29,7 @@ FLAT_OUTPUTS = frozenset({"router_logits", "loss", "aux_loss"})
 
 
 def fits(module: nn.Module) -> Skip | None:
-    forward = unbound(module, "forward")
-    if any(hf.accepts(forward, name) for name in MAIN):
+    if any(hf.accepts(type(module).forward, name) for name in MAIN):
         return None
     return Skip(f"{type(module).__name__}.forward names neither input_ids nor inputs_embeds and passes them on")
 
@@ -40,13 +39,13 @@ def apply(module: nn.Module) -> Undo:
 
 
 def _forward(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    kwargs = _named(inner, args, kwargs)
+    kwargs = _named(type(self).forward, args, kwargs)
     stripped = _is_stripped(kwargs)
     if stripped:
         kwargs = {name: _add(name, value) for name, value in kwargs.items()}
     check_rows(type(self).__name__, kwargs)
     if inside_transform():
-        _without_cache(inner, kwargs)
+        _without_cache(type(self).forward, kwargs)
         _without_packing(kwargs)
     out = inner(self, **kwargs)
     return _remove(out) if stripped else out
