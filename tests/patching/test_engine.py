@@ -58,7 +58,7 @@ def same(before: dict, after: dict) -> list[str]:
         return a is not b and a != b
 
     return sorted(
-        {k for k in before.keys() ^ after.keys()}
+        set(before.keys() ^ after.keys())
         | {k for k in before.keys() & after.keys() if differs(before[k], after[k])}
     )
 
