@@ -1,6 +1,6 @@
-"""GPT-2: learned positions, LayerNorm, combined projections as `Conv1D`, an ungated MLP.
+"""GPT-2: learned positions, LayerNorm, combined projections as `Conv1D`, an MLP without a gate.
 
-So there is no rotary embedding, no RMSNorm and no gated activation to fuse; the loss is the only kernel site.
+Left out: rotary embedding, RMSNorm, gated MLP and the LoRA fusions, for which there is no site; the loss remains.
 """
 
 from opake.records import CrossEntropy, LinearCrossEntropy, hookimpl

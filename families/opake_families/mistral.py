@@ -1,4 +1,4 @@
-"""Mistral: every layer uses a sliding window when the config sets one."""
+"""Mistral: every layer uses a sliding window when the config sets one. Nothing is left out."""
 
 from opake.records import (
     AddRMSNorm,

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on the query, key and value projections, none on the output."""
+"""Qwen2 and Qwen2.5: biases on the query, key and value projections, none on the output. Nothing is left out."""
 
 from opake.records import (
     AddRMSNorm,
