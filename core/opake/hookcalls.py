@@ -82,7 +82,7 @@ def manager(plugins: Sequence[Plugin], ledger: Ledger | None = None) -> pluggy.P
     return pm
 
 
-def plan(plugins: Sequence[Plugin], hf: ModuleType, config: Any, hooks: Iterable[str]) -> list[Planned]:
+def plan(plugins: Sequence[Plugin], hf: Any, config: Any, hooks: Iterable[str]) -> list[Planned]:
     """Ask the hooks, in the order given, and return their records in the order called, the family's first."""
     ledger = Ledger()
     pm = manager(plugins, ledger)

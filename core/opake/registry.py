@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import importlib_metadata
@@ -64,10 +63,10 @@ class Family:
     extensions: tuple[Claim, ...]
     plugins: tuple[Plugin, ...]
 
-    def plan(self, hf: ModuleType, config: Any, hooks: Iterable[str] = HOOKS) -> list[Planned]:
+    def plan(self, hf: Any, config: Any, hooks: Iterable[str] = HOOKS) -> list[Planned]:
         """Records of the hooks named, each with its hook and its line of source, the family's before its extensions'.
 
-        hf: the Transformers modeling module of the model. config: the model's config.
+        hf: the Transformers modeling module of the model, or what stands in for it. config: the model's config.
         Raises FamilyInvalid where a hook raises, or returns what is not a record, naming the line.
         """
         hooks = tuple(hooks)
