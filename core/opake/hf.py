@@ -92,6 +92,17 @@ def accepts(fn: Callable[..., Any], name: str) -> bool:
     return name in _parameters(fn)
 
 
+def takes_use_cache(model: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether `forward`, the unbound forward of `model`, names `use_cache` or passes it on to a model that does."""
+    if accepts(forward, "use_cache"):
+        return True
+    inner = getattr(model, "base_model", None)
+    passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(forward).values())
+    if not passes_on or inner is model or not isinstance(inner, nn.Module):
+        return False
+    return takes_use_cache(inner, type(inner).forward)
+
+
 def positional_names(fn: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the positional parameters of an unbound method, `self` left out."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -160,6 +171,19 @@ def configs(root: Any) -> Iterator[Any]:
 def is_checkpointing(model: nn.Module) -> bool:
     """Whether any layer of the model checkpoints its activations."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+# None is a model whose class name says nothing, such as GPT2LMHeadModel; its loss is the causal one
+TOKEN_LOSSES = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
+
+
+def labels_are_tokens(model: Any) -> bool:
+    """Whether `labels` has one entry for each entry of `input_ids`, by the kind of loss the model's class has."""
+    inner = model
+    while (below := wrapped(inner)) is not None and below is not inner:
+        inner = below
+    encodes = getattr(inner.config, "is_encoder_decoder", False)
+    return getattr(inner, "loss_type", None) in TOKEN_LOSSES and not encodes
 
 
 def causal_loss() -> Callable[..., Any]:

@@ -10,41 +10,58 @@ import torch
 from opake import hf
 from opake.errors import InputError, OptionTypeError
 
+# how many dimensions an argument may have in a batched call: a mask may be ready-made, positions may be of three kinds
+DIMENSIONS = {"attention_mask": (2, 4), "position_ids": (2, 3), "labels": (2,)}
 
-def check_rows(model: str, kwargs: Mapping[str, Any]) -> None:
-    """Check the row tensors of one (batched) call against its ids or embeddings.
+
+def check_rows(model: Any, kwargs: Mapping[str, Any]) -> None:
+    """Check the row tensors of one (batched) call of `model` against its ids or embeddings.
+
+    Labels are looked at where the model's loss is about tokens; labels of whole rows are the model's own business.
 
     Raises:
-        InputError: empty sequences, or a mask, labels or position_ids of another batch or length.
-        OptionTypeError: floating-point ids or labels of a causal model's length.
+        InputError: empty sequences, or a mask, labels or position_ids of another batch, length or number of dimensions.
+        OptionTypeError: floating-point ids or token labels.
     """
+    where = type(model).__name__
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     main, name = (ids, "input_ids") if isinstance(ids, torch.Tensor) else (embeds, "inputs_embeds")
     if not isinstance(main, torch.Tensor):
         return
     if name == "input_ids" and main.is_floating_point():
-        raise OptionTypeError(f"{model}: input_ids are {main.dtype}; token ids are integers (torch.long)")
-    if main.dim() < 2:
+        raise OptionTypeError(f"{where}: input_ids are {main.dtype}; token ids are integers (torch.long)")
+    # several sequences a row, as in multiple choice, have a shape of their own
+    if main.dim() != (2 if name == "input_ids" else 3):
         return
     if main.shape[1] == 0:
-        raise InputError(f"{model}: {name} has shape {tuple(main.shape)}: a sequence needs at least one token")
-    cached = any(kwargs.get(key) is not None for key in hf.CACHE_KEYWORDS)
-    for other in ("attention_mask", "labels", "position_ids"):
-        _check_like(model, name, main, other, kwargs.get(other), cached)
+        raise InputError(f"{where}: {name} has shape {tuple(main.shape)}: a sequence needs at least one token")
+    names = [*DIMENSIONS] if hf.labels_are_tokens(model) else ["attention_mask", "position_ids"]
+    for other in names:
+        if isinstance(value := kwargs.get(other), torch.Tensor):
+            _check_like(where, name, main, other, value, cached=_cached(kwargs))
 
 
-def _check_like(model: str, name: str, main: torch.Tensor, other: str, value: Any, cached: bool) -> None:
-    if not isinstance(value, torch.Tensor) or value.dim() != 2:
-        return
+def _cached(kwargs: Mapping[str, Any]) -> bool:
+    return any(kwargs.get(key) is not None for key in hf.CACHE_KEYWORDS)
+
+
+def _check_like(where: str, name: str, main: torch.Tensor, other: str, value: torch.Tensor, cached: bool) -> None:
     B, T = main.shape[:2]
-    lengths_differ = value.shape[1] != T and not (other == "attention_mask" and cached)
-    rows_differ = value.shape[0] not in ((1, B) if other == "position_ids" else (B,))
-    if lengths_differ or rows_differ:
+    if value.dim() not in DIMENSIONS[other]:
+        expected = " or ".join(map(str, DIMENSIONS[other]))
         raise InputError(
-            f"{model}: {other} has shape {tuple(value.shape)} but {name} has shape {tuple(main.shape)}; "
-            f"both need the same rows and tokens, here ({B}, {T})"
+            f"{where}: {other} has shape {tuple(value.shape)} but {name} has shape {tuple(main.shape)} (batch first, "
+            f"added here if a row came without one); {other} takes {expected} dimensions, here ({B}, {T})"
         )
+    if value.dim() == 2:
+        lengths_differ = value.shape[1] != T and not (other == "attention_mask" and cached)
+        rows_differ = value.shape[0] not in ((1, B) if other == "position_ids" else (B,))
+        if lengths_differ or rows_differ:
+            raise InputError(
+                f"{where}: {other} has shape {tuple(value.shape)} but {name} has shape {tuple(main.shape)}; "
+                f"both need the same rows and tokens, here ({B}, {T})"
+            )
     if other == "labels" and value.is_floating_point():
         raise OptionTypeError(
-            f"{model}: labels are {value.dtype}; token labels are integers (torch.long, -100 = ignored)"
+            f"{where}: labels are {value.dtype}; token labels are integers (torch.long, -100 = ignored)"
         )

@@ -43,9 +43,9 @@ def _forward(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: A
     stripped = _is_stripped(kwargs)
     if stripped:
         kwargs = {name: _add(name, value) for name, value in kwargs.items()}
-    check_rows(type(self).__name__, kwargs)
+    check_rows(self, kwargs)
     if inside_transform():
-        _without_cache(type(self).forward, kwargs)
+        _without_cache(self, kwargs)
         _without_packing(kwargs)
     out = inner(self, **kwargs)
     return _remove(out) if stripped else out
@@ -80,8 +80,8 @@ def _add(name: str, value: Any) -> Any:
     return value.unsqueeze(0)
 
 
-def _without_cache(inner: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    if hf.accepts(inner, "use_cache") and all(kwargs.get(name) is None for name in hf.CACHE_KEYWORDS):
+def _without_cache(self: nn.Module, kwargs: dict[str, Any]) -> None:
+    if hf.takes_use_cache(self, type(self).forward) and all(kwargs.get(name) is None for name in hf.CACHE_KEYWORDS):
         kwargs["use_cache"] = False
 
 

@@ -58,6 +58,8 @@ def with_batch_dim(
         _check_one_row(fn, touched)
         return map_tensors(_squeezed, fn(*args_in, **kwargs_in))
 
+    # `apply_model_patches` looks for it: a forward that does this by hand and is patched as well would do it twice
+    wrapped.adds_batch_dim = True  # type: ignore[attr-defined]
     return wrapped
 
 

@@ -18,7 +18,7 @@ from . import notes
 from .flags import FLAGS, Switches, resolve
 from .report import PatchReport, Row
 from .state import Applied, ModelState, any_live, close_state, open_state, state_of
-from .target import Target, family_of, locate, require_weights
+from .target import Target, family_of, locate, require_own_forward, require_weights
 from .undo import conflicts
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def apply_model_patches(
 
     Raises:
         UnsupportedModel: not a model, weights on the meta device, or no Transformers model with `compat=True`.
+        PatchError: the forward adds a batch dimension by hand (`with_batch_dim`), with `batchify` on.
         UnknownOption, OptionTypeError: a bad keyword or value.
         UnknownFamily, FamilyBlocked: with `strict=True`.
         FamilyConflict, FamilyImportError, FamilyInvalid: a broken plugin.
@@ -109,6 +110,8 @@ def _apply(
 ) -> tuple[PatchReport, list[Applied]]:
     target = locate(model)
     require_weights(target)
+    if switches.on("batchify"):
+        require_own_forward(target)
     if not target.pretrained:
         return _not_a_transformers_model(target, switches), []
     from opake import hf

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opake import registry
-from opake.errors import FamilyBlocked, GenericFamilyWarning, UnknownFamily, UnsupportedModel
+from opake.errors import FamilyBlocked, GenericFamilyWarning, PatchError, UnknownFamily, UnsupportedModel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +55,18 @@ def require_weights(target: Target) -> None:
             raise UnsupportedModel(
                 f"{type(target.model).__name__}.{name} is on the meta device, so there is nothing to patch yet; "
                 "load the weights first (from_pretrained, or to_empty and load_state_dict), then patch"
+            )
+
+
+def require_own_forward(target: Target) -> None:
+    """Refuse a model whose forward adds the batch dimension by hand: the patches would add and remove it again."""
+    for module in (*target.wrappers, target.model):
+        forward = vars(module).get("forward")
+        if getattr(forward, "adds_batch_dim", False):
+            name = type(module).__name__
+            raise PatchError(
+                f"{name}.forward is already wrapped by with_batch_dim, which apply_model_patches does itself; "
+                "take the wrapper off (del model.forward), or pass batchify=False to keep it"
             )
 
 
