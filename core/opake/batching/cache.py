@@ -14,7 +14,7 @@ from opake.patching.undo import Skip, Undo
 
 
 def fits(model: nn.Module) -> Skip | None:
-    if hf.accepts(unbound(model, "forward"), "use_cache"):
+    if hf.takes_use_cache(model, unbound(model, "forward")):
         return None
     return Skip(f"{type(model).__name__}.forward has no use_cache")
 
