@@ -34,8 +34,9 @@ def test_each_tensor_once_and_each_place_filled():
     assert len(places.tensors) == 3
     new = [torch.zeros_like(t) for t in places.tensors]
     with places.holding(new):
-        assert module.first.weight is module.second.weight is module.tied.weight is new[0]
-        assert module.scale is new[2]
+        assert module.scale is new[0]
+        assert module.first.weight is module.second.weight is module.tied.weight is new[1]
+        assert module.second.bias is new[2]
     assert module.tied.bias is None
 
 
