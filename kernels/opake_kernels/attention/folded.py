@@ -15,7 +15,7 @@ import torch
 
 from opake_kernels.fold import ROWS, SHARED, function_pair
 
-from .backends import Backend
+from .backend import Backend
 
 
 def folded_attention(

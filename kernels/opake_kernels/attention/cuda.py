@@ -1,0 +1,131 @@
+"""The three fused attention kernels that PyTorch has for CUDA, each behind the `Backend` protocol.
+
+Their aten operators are called directly, because they return the log-sum-exp that backward needs; each is offered only
+where the installed torch has the schema it was written for. Without dropout the random state that they take and return
+is never read, so backward is handed zeros instead of one more saved tensor. What a kernel cannot take (alignment, head
+sizes, dtypes) is asked of shapes alone, and then the public form serves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .backend import Backend, Tensors, additive, aten, repeated, schema_matches, summed
+
+
+def _zeros(like: torch.Tensor, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=like.device)
+
+
+def _flash_forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> Any:
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+
+
+def _flash_backward(
+    go: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, causal: bool, scale: float | None
+) -> Tensors:
+    state, unused = _zeros(q, 2, dtype=torch.uint64), _zeros(q, dtype=torch.uint64)
+    T, S = q.shape[2], k.shape[2]
+    return aten._scaled_dot_product_flash_attention_backward(
+        go, q, k, v, out, lse, None, None, T, S, 0.0, causal, state, unused, scale=scale
+    )
+
+
+def _efficient_forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> Any:
+    k, v, _ = repeated(q, k, v)
+    bias = _full(mask, q, k)
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[:2]
+
+
+def _efficient_backward(
+    go: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, causal: bool, scale: float | None
+) -> Tensors:
+    k, v, groups = repeated(q, k, v)
+    bias, zero = _full(mask, q, k), _zeros(q, dtype=torch.int64)
+    wanted = [True, True, True, False]
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        go, q, k, v, bias, out, lse, zero, zero, 0.0, wanted, causal, scale=scale
+    )
+    return dq, summed(dk, groups), summed(dv, groups)
+
+
+def _cudnn_forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> Any:
+    bias = _by_row(mask, q)
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal, False, scale=scale)[:2]
+
+
+def _cudnn_backward(
+    go: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, causal: bool, scale: float | None
+) -> Tensors:
+    bias, zero = _by_row(mask, q), _zeros(q, dtype=torch.int64)
+    T, S = q.shape[2], k.shape[2]
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        go, q, k, v, out, lse, zero, zero, bias, None, None, T, S, 0.0, causal, scale=scale
+    )
+
+
+def _full(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """The additive mask as a view of (B, N, T, S), which the efficient kernel asks for."""
+    bias = additive(mask, q.dtype)
+    return None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def _by_row(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """The additive mask with one entry a row, which the cuDNN kernel asks for."""
+    bias = additive(mask, q.dtype)
+    return None if bias is None else bias.expand(q.shape[0], *bias.shape[1:]).contiguous()
+
+
+FLASH = Backend("flash", 1, _flash_forward, _flash_backward)
+EFFICIENT = Backend("efficient", 1, _efficient_forward, _efficient_backward)
+CUDNN = Backend("cudnn", 1, _cudnn_forward, _cudnn_backward)
+
+_QKV = ["query", "key", "value"]
+_STATE = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+_PHILOX = ["philox_seed", "philox_offset"]
+_LAST = ["dropout_p", "grad_input_mask", "is_causal"]
+SCHEMAS = {
+    FLASH: {
+        "_scaled_dot_product_flash_attention": [*_QKV, "dropout_p", "is_causal", "return_debug_mask", "scale"],
+        "_scaled_dot_product_flash_attention_backward": (
+            ["grad_out", *_QKV, "out", "logsumexp", *_STATE, *_PHILOX, "scale"]
+        ),
+    },
+    EFFICIENT: {
+        "_scaled_dot_product_efficient_attention": (
+            [*_QKV, "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "scale"]
+        ),
+        "_scaled_dot_product_efficient_attention_backward": (
+            ["grad_out_", *_QKV, "attn_bias", "out", "logsumexp", *_PHILOX, *_LAST, "scale"]
+        ),
+    },
+    CUDNN: {
+        "_scaled_dot_product_cudnn_attention": (
+            [*_QKV, "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "return_debug_mask", "scale"]
+        ),
+        "_scaled_dot_product_cudnn_attention_backward": (
+            ["grad_out", *_QKV, "out", "logsumexp", *_PHILOX, "attn_bias", *_STATE, "scale"]
+        ),
+    },
+}
+SERVING = {backend: schema_matches(schemas) for backend, schemas in SCHEMAS.items()}
+
+
+def choose_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
+) -> Backend | None:
+    """The kernel for these shapes and dtypes among those that `torch.nn.attention.sdpa_kernel` leaves on, or None."""
+    D, T, S = q.shape[-1], q.shape[-2], k.shape[-2]
+    if v.shape[-1] != D or D % 8 or D > 256 or (causal and T != S) or 0 in q.shape or 0 in k.shape:
+        return None
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    on = torch.backends.cuda
+    if mask is None and half and on.flash_sdp_enabled() and SERVING[FLASH]:
+        return FLASH
+    aligned = mask is None or (T % 8 == 0 and S % 8 == 0)
+    if half and aligned and D <= 128 and on.cudnn_sdp_enabled() and SERVING[CUDNN]:
+        return CUDNN
+    known = half or q.dtype == torch.float32
+    return EFFICIENT if known and aligned and on.mem_efficient_sdp_enabled() and SERVING[EFFICIENT] else None
