@@ -15,7 +15,7 @@ import torch
 from .checks import check_float, check_index, check_same_device, check_shape
 from .fold import ROWS, fold_groups, function_pair, values_readable
 from .launch import DEBUG, cdiv, jit, launch, tl, uses_triton
-from .row_softmax import aligned_start, cap_scale, cap_scale_grad, grad_tile, row_logsumexp, row_tile
+from .row_softmax import aligned_start, cap_scale, grad_tile, row_log_softmax_parts, row_tile, softmax_grad
 from .strided_rows import row_strides
 
 __all__ = ["CrossEntropySettings", "check_labels", "cross_entropy_reference", "opake_cross_entropy_loss"]
@@ -81,14 +81,14 @@ def _token_kernel(
         tl.store(LSE + row, 0.0)
     else:
         start = (row // inner) * outer + (row % inner) * step
-        lse, total = row_logsumexp(L, start, V, scale, cap, CAP, SMOOTH, T, W)  # pyright: ignore
+        top, log_sum, total = row_log_softmax_parts(L, start, V, scale, cap, CAP, SMOOTH, T, W)  # pyright: ignore
         valid = (y >= 0) & (y < V)
         z = cap_scale(tl.load(L + start + tl.where(valid, y, 0)), scale, cap, CAP)
         if SMOOTH:
             z = (1.0 - smoothing) * z + smoothing * (total / V)
-        loss = lse - z
+        loss = (top - z) + log_sum
         tl.store(LOSS + row, tl.where(valid, loss, float("nan")))
-        tl.store(LSE + row, lse)
+        tl.store(LSE + row, top + log_sum)
 
 
 @jit(do_not_specialize=["R"])
@@ -110,51 +110,48 @@ def _reduce_kernel(LOSS, Y, OUT, WEIGHT, R, ignore, MEAN: tl.constexpr, BLOCK: t
     tl.store(OUT + group, tl.sum(total, 0) * weight)
 
 
-@jit
-def _softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP: tl.constexpr, SMOOTH: tl.constexpr):
-    z = cap_scale(x, scale, cap, CAP)
-    d = tl.exp(z - lse)
-    if SMOOTH:
-        d = d - smoothing / V
-        d = tl.where(hit, d - (1.0 - smoothing), d)
-    else:
-        d = tl.where(hit, d - 1.0, d)
-    return d * g * cap_scale_grad(z, scale, cap, CAP)
-
-
 @jit(do_not_specialize=["R"])
 def _backward_kernel(
     L, Y, LSE, G, WEIGHT, D, V, NB, R, inner, outer, step, ignore, scale, cap, smoothing,
     CAP: tl.constexpr, SMOOTH: tl.constexpr, REDUCED: tl.constexpr, DENSE: tl.constexpr,
-    BLOCK: tl.constexpr, W: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one row a program; tiles are aligned in the gradient, and in the logits too where those are DENSE."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program // NB
+    """TILES tiles of one row a program; tiles are aligned in the gradient, and in the logits too where those are DENSE."""
+    program = tl.program_id(0)
+    row = (program // NB).to(tl.int64)
     aligned, shift = aligned_start(row * V, W)  # pyright: ignore
-    # column of the tile's first lane; the row begins `shift` lanes into its first tile
-    first = (program % NB) * BLOCK - shift
-    lane = tl.arange(0, BLOCK)
-    at = aligned + (program % NB) * BLOCK
-    out = D + at + lane
     y = tl.load(Y + row)
-    inside = (lane >= -first) & (lane < V - first)
+    lane = tl.arange(0, BLOCK)
+    begin = (program % NB) * (TILES * BLOCK)
+    # lanes of the aligned row that are columns: [shift, end)
+    end = V + shift
+    stop = tl.minimum(begin + TILES * BLOCK, end)
     if y == ignore:
-        tl.store(out, tl.zeros((BLOCK,), tl.float32), mask=inside)
+        zero = tl.zeros((BLOCK,), D.dtype.element_ty)
+        for at in range(begin, stop, BLOCK):
+            # whole tiles need no mask, and without one an odd V is written 16 bytes at a time
+            if (at >= shift) & (at + BLOCK <= end):
+                tl.store(D + aligned + at + lane, zero)
+            else:
+                tl.store(D + aligned + at + lane, zero, mask=(lane >= shift - at) & (lane < end - at))
     else:
         lse = tl.load(LSE + row)
-        g = tl.load(G + row // R) * tl.load(WEIGHT + row // R) if REDUCED else tl.load(G + row)
+        group = program // NB // R if REDUCED else row
+        g = tl.load(G + group) * tl.load(WEIGHT + group) if REDUCED else tl.load(G + group)
         g = tl.where((y >= 0) & (y < V), g, float("nan"))
-        hit = lane == (y - first)
-        from_row = (row // inner) * outer + (row % inner) * step + first
-        source = L + at + lane if DENSE else L + from_row + lane
-        # whole tiles need no mask, and without one an odd V is read and written 16 bytes at a time
-        if (first >= 0) & (first + BLOCK <= V):
-            x = tl.load(source)
-            tl.store(out, _softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP, SMOOTH))
-        else:
-            x = tl.load(source, mask=inside, other=0.0)
-            tl.store(out, _softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP, SMOOTH), mask=inside)
+        label = y + shift
+        from_row = (row // inner) * outer + (row % inner) * step - shift
+        source = L + aligned if DENSE else L + from_row
+        for at in range(begin, stop, BLOCK):
+            out = D + aligned + at + lane
+            hit = lane == (label - at).to(tl.int32)
+            if (at >= shift) & (at + BLOCK <= end):
+                x = tl.load(source + at + lane)
+                tl.store(out, softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP, SMOOTH))
+            else:
+                inside = (lane >= shift - at) & (lane < end - at)
+                x = tl.load(source + at + lane, mask=inside, other=0.0)
+                tl.store(out, softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP, SMOOTH), mask=inside)
 
 
 def check_labels(op: str, labels: torch.Tensor, V: int, ignore_index: int) -> None:
@@ -205,7 +202,7 @@ def _backward(grads: Any, saved: Any, need: Any, groups: int, settings: CrossEnt
     d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     x, inner, outer, step = row_strides(logits)
     tile = grad_tile(d)
-    NB = cdiv(V + tile["W"] - 1, tile["BLOCK"])
+    NB = cdiv(V + tile["W"] - 1, tile["BLOCK"] * tile["TILES"])
     R = labels.numel() // max(fold_groups(labels, groups), 1)
     launch(
         _backward_kernel, (labels.numel() * NB,), x, x, labels.contiguous(), lse.contiguous(), g.contiguous(),

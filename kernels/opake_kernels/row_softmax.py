@@ -3,7 +3,7 @@
 Shared by cross_entropy.py and selective_log_softmax.py. Each thread keeps its own running maximum and sum over the
 columns that it reads and they are joined once, after the row: no barrier inside the loop, and one rescaling for every W
 exponentials. Rows may start at any address: tiles begin at the aligned address before the row, so that an odd
-vocabulary (50257) is read 16 bytes at a time as well. Leaves out anything about labels.
+vocabulary (50257) is read 16 bytes at a time as well. Leaves out reduction, and which labels count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ import torch
 
 from .launch import jit, next_power_of_2, tl
 
-__all__ = ["aligned_start", "cap_scale", "cap_scale_grad", "grad_tile", "row_logsumexp", "row_tile"]
+__all__ = [
+    "aligned_start",
+    "cap_scale",
+    "cap_scale_grad",
+    "grad_tile",
+    "row_log_softmax_parts",
+    "row_logsumexp",
+    "row_tile",
+    "softmax_grad",
+]
 
 
 @jit
@@ -63,10 +72,14 @@ def _accumulate(m, s, total, x, inside, scale, cap, CAP: tl.constexpr, TOTAL: tl
 
 
 @jit
-def row_logsumexp(
+def row_log_softmax_parts(
     L, start, V, scale, cap, CAP: tl.constexpr, TOTAL: tl.constexpr, T: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """(logsumexp, sum) of the V scaled and capped logits from element `start` of L; the sum only with TOTAL."""
+    """(top, log_sum, total) of the V scaled and capped logits from element `start` of L; the total only with TOTAL.
+
+    logsumexp is top + log_sum; apart they give the loss as (top - z) + log_sum, which keeps its digits where z is much
+    larger than the loss.
+    """
     aligned, shift = aligned_start(start, W)  # pyright: ignore
     base = L + aligned
     lane = tl.arange(0, T)[:, None] * W + tl.arange(0, W)[None, :]
@@ -90,7 +103,29 @@ def row_logsumexp(
 
     top = tl.max(m, 0)
     safe = tl.where(top == -float("inf"), 0.0, top)
-    return safe + tl.log(tl.sum(s * tl.exp(m - safe), 0)), tl.sum(total, 0)
+    return safe, tl.log(tl.sum(s * tl.exp(m - safe), 0)), tl.sum(total, 0)
+
+
+@jit
+def row_logsumexp(
+    L, start, V, scale, cap, CAP: tl.constexpr, TOTAL: tl.constexpr, T: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """(logsumexp, sum) of the V scaled and capped logits from element `start` of L; the sum only with TOTAL."""
+    top, log_sum, total = row_log_softmax_parts(L, start, V, scale, cap, CAP, TOTAL, T, W)  # pyright: ignore
+    return top + log_sum, total
+
+
+@jit
+def softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP: tl.constexpr, SMOOTH: tl.constexpr):
+    """g times the derivative of the cross-entropy of a row by its logits x; `hit` marks the label's column."""
+    z = cap_scale(x, scale, cap, CAP)
+    d = tl.exp(z - lse)
+    if SMOOTH:
+        d = d - smoothing / V
+        d = tl.where(hit, d - (1.0 - smoothing), d)
+    else:
+        d = tl.where(hit, d - 1.0, d)
+    return d * g * cap_scale_grad(z, scale, cap, CAP)
 
 
 def row_tile(logits: torch.Tensor) -> dict[str, int]:
@@ -101,7 +136,10 @@ def row_tile(logits: torch.Tensor) -> dict[str, int]:
 
 
 def grad_tile(logits: torch.Tensor) -> dict[str, int]:
-    """BLOCK, W and num_warps for writing the gradient of `logits`, whose tiles begin on multiples of W columns."""
+    """BLOCK, W, TILES a program and num_warps for writing the gradient of `logits`; tiles begin on multiples of W."""
     W = 16 // logits.element_size()
-    block = min(4096, max(256, next_power_of_2(logits.shape[-1] + W - 1)))
-    return {"BLOCK": block, "W": W, "num_warps": max(block // 512, 1)}
+    V = logits.shape[-1]
+    block = min(2048, max(256, next_power_of_2(V + W - 1)))
+    # a run of tiles hides the reads of label and logsumexp; few rows are split so that every multiprocessor has work
+    tiles = 16 if logits.numel() >= 2**24 else 1
+    return {"BLOCK": block, "W": W, "TILES": tiles, "num_warps": max(block // 512, 1)}

@@ -46,20 +46,16 @@ def _slices(total: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, total))
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b in the accumulator's dtype; on CUDA without rounding to half precision first."""
-    wide = accumulator_dtype(a.dtype)
-    if a.dtype != wide and a.is_cuda:
-        return torch.mm(a, b, out_dtype=wide)
-    return (a @ b).to(wide)
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """a @ b + bias, rounded as a linear layer rounds it, in the accumulator's dtype."""
+    z = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    return z.to(accumulator_dtype(a.dtype))
 
 
 def _logits(head: Head, rows: slice, columns: slice) -> torch.Tensor:
     """Scaled and capped logits of one tile, in the accumulator's dtype."""
     settings = head.settings
-    z = _product(head.x_RH[rows], head.weight_VH[columns].t())
-    if head.bias_V is not None:
-        z += head.bias_V[columns]
+    z = _product(head.x_RH[rows], head.weight_VH[columns].t(), None if head.bias_V is None else head.bias_V[columns])
     if settings.scale != 1.0:
         z *= settings.scale
     if settings.softcap:
@@ -135,16 +131,14 @@ def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: to
             product_into(dx, z.to(x.dtype), w[columns], first=False)
 
     own_share = torch.exp(own - top)
-    lse = top + torch.log(rest + own_share)
-    loss = lse - own
-    if smoothing:
-        loss = (1.0 - smoothing) * loss + smoothing * (lse - total / V)
+    log_sum = torch.log(rest + own_share)
+    chosen = (1.0 - smoothing) * own + smoothing * (total / V) if smoothing else own
+    loss, lse = (top - chosen) + log_sum, top + log_sum
     factor, ignored = _counted(head, rows, top), labels == settings.ignore_index
     if dx is not None:
-        rest = rest / (rest + own_share)
         slope = _slope(own, head) if cap else 1.0
-        label = w[labels.long().clamp(0, V - 1)] * ((smoothing - rest) * slope).unsqueeze(1)
-        dx = dx.div_((lse - top).exp_().unsqueeze(1)).add_(label)
+        label = w[labels.long().clamp(0, V - 1)] * ((smoothing - rest / (rest + own_share)) * slope).unsqueeze(1)
+        dx = dx.div_((rest + own_share).unsqueeze(1)).add_(label)
         if smoothing:
             dx -= flat * (smoothing / V)
         dx = dx.mul_((factor * settings.scale).unsqueeze(1)).masked_fill_(ignored.unsqueeze(1), 0.0)
@@ -183,7 +177,7 @@ def _tile_gradient(head: Head, rows: slice, columns: slice, lse_R: torch.Tensor)
     lse = lse_R[rows].masked_fill(labels == settings.ignore_index, torch.inf)
     d = z.sub_(lse.unsqueeze(1)).exp_()
     inside, column = _label_column(labels, columns)
-    d.scatter_add_(1, column, torch.where(inside, settings.smoothing - 1.0, 0.0).to(d.dtype).unsqueeze(1))
+    d.scatter_add_(1, column, (inside.to(d.dtype) * (settings.smoothing - 1.0)).unsqueeze(1))
     if settings.smoothing:
         d -= settings.smoothing / head.weight_VH.shape[0]
     if slope is not None:

@@ -18,9 +18,9 @@ __all__ = ["BUFFER_BYTES", "chunk_tokens", "fused_pass"]
 BUFFER_BYTES = 256 * 2**20
 
 
-def chunk_tokens(R: int, V: int, element_size: int, budget: int = BUFFER_BYTES) -> int:
+def chunk_tokens(R: int, V: int, element_size: int) -> int:
     """Tokens in a chunk: what the budget holds, in multiples of the matrix unit's tile, shared out evenly."""
-    most = max(budget // (V * element_size) // 128 * 128, 128)
+    most = max(BUFFER_BYTES // (V * element_size) // 128 * 128, 128)
     if most >= R:
         return max(R, 1)
     return cdiv(cdiv(R, cdiv(R, most)), 128) * 128
@@ -32,7 +32,7 @@ def _buffer(tokens: int, V: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(tokens, cdiv(V, step) * step)[:, :V]
 
 
-def fused_pass(head: Head, need: Need, budget: int = BUFFER_BYTES) -> Gradients:
+def fused_pass(head: Head, need: Need) -> Gradients:
     """See passes.py. Gradients: hidden in the dtype of x; weight and bias in float32."""
     x, w, bias, labels = head.x_RH, head.weight_VH, head.bias_V, head.labels_R
     (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
@@ -44,7 +44,7 @@ def fused_pass(head: Head, need: Need, budget: int = BUFFER_BYTES) -> Gradients:
     dw = make(V, H, dtype=wide, device=x.device) if need.weight else None
     db = torch.zeros(V, dtype=wide, device=x.device) if need.bias else None
 
-    size = chunk_tokens(R, V, x.element_size(), budget)
+    size = chunk_tokens(R, V, x.element_size())
     buffer = _buffer(size, V, x)
     for start in range(0, R, size):
         part = slice(start, min(start + size, R))

@@ -23,7 +23,7 @@ from ..checks import (
     check_shape,
 )
 from ..cross_entropy import CrossEntropySettings, check_labels, cross_entropy_reference
-from ..fold import ROWS, SHARED, function_pair, transforms_active
+from ..fold import ROWS, SHARED, function_pair, transforms_active, values_readable
 from ..launch import DEBUG, uses_triton
 from .chunked import DEFAULT_WIDTH
 from .grouped import by_tokens, run
@@ -60,6 +60,10 @@ def _kept(gradient: torch.Tensor | None, like: torch.Tensor, groups: int) -> tor
     return like.new_empty(*like.shape[:groups], 0) if gradient is None else gradient
 
 
+def _over_tokens(factor: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return factor.reshape(*factor.shape, *[1] * (labels.dim() - factor.dim())).expand(labels.shape)
+
+
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """gradient * scale, rounded once; `scale` has the leading dimensions of `gradient`."""
     scale = scale.reshape(*scale.shape, *[1] * (gradient.dim() - scale.dim()))
@@ -67,32 +71,34 @@ def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     return torch.mul(gradient, scale, out=out)
 
 
-def _forward_eager(hidden: Any, weight: Any, bias: Any, labels: Any, groups: int, plan: Plan) -> Any:
+def _forward_eager(hidden: Any, weight: Any, bias: Any, labels: Any, _anchor: Any, groups: int, plan: Plan) -> Any:
+    if DEBUG:
+        check_labels(_OP, labels, weight.shape[-2], plan.loss.ignore_index)
     found = run(hidden, weight, bias, labels, groups, plan, plan.eager)
     gradients = [_kept(d, hidden, groups) for d in found[2:]]
     return *_reduced(found.loss, labels, groups, plan.loss), *gradients
 
 
 def _backward_eager(grads: Any, saved: Any, need: Any, groups: int, plan: Plan) -> Any:
-    (g,), (factor, *gradients) = grads, saved
+    (g,), (_weight, _bias, anchor, factor, dx, dw, db) = grads, saved
     missing = [name for name, asked, had in zip(Need._fields, need, plan.eager, strict=False) if asked and not had]
     if missing:
         raise RuntimeError(f"{_OP}: the gradient of {missing[0]} was asked for, but nothing said so in forward")
     scale = g if plan.loss.reduction == "none" else g * factor
-    dtype = gradients[0].dtype
-    return [*[_scaled(d, scale, dtype) if n else None for d, n in zip(gradients, need, strict=False)], None]
+    scaled = [_scaled(d, scale, dx.dtype) if n else None for d, n in zip((dx, dw, db), need, strict=False)]
+    return [*scaled, None, torch.empty_like(anchor) if need[4] else None]
 
 
 def _forward_lazy(hidden: Any, weight: Any, bias: Any, labels: Any, groups: int, plan: Plan) -> Any:
+    if DEBUG:
+        check_labels(_OP, labels, weight.shape[-2], plan.loss.ignore_index)
     found = run(hidden, weight, bias, labels, groups, plan, Need(plan.eager.hidden))
     return *_reduced(found.loss, labels, groups, plan.loss), _kept(found.hidden, hidden, groups), found.lse
 
 
 def _backward_lazy(grads: Any, saved: Any, need: Any, groups: int, plan: Plan) -> Any:
     (g,), (hidden, weight, bias, labels, factor, dx, lse) = grads, saved
-    scale = g if plan.loss.reduction == "none" else by_tokens(g * factor, groups).reshape(
-        *factor.shape, *[1] * (labels.dim() - groups)
-    ).expand(labels.shape)
+    scale = g if plan.loss.reduction == "none" else _over_tokens(g * factor, labels)
     ready = plan.eager.hidden
     asked = Need(need[0] and not ready, need[1], need[2])
     found = run(hidden, weight, bias, labels, groups, plan, asked, lse, scale) if any(asked) else Gradients(lse, lse)
@@ -101,8 +107,16 @@ def _backward_lazy(grads: Any, saved: Any, need: Any, groups: int, plan: Plan) -
 
 
 _ROLES = (ROWS, SHARED, SHARED, ROWS)
+# stored gradients know nothing of what they came from: saving weight, bias and an anchor in the graph of the hidden
+# states, which holds no data, lets a double backward be noticed, and refused
 _eager_loss = function_pair(
-    _OP, forward=_forward_eager, backward=_backward_eager, roles=_ROLES, save_outputs=(1, 2, 3, 4), stats=4
+    _OP,
+    forward=_forward_eager,
+    backward=_backward_eager,
+    roles=(*_ROLES, ROWS),
+    save_inputs=(1, 2, 4),
+    save_outputs=(1, 2, 3, 4),
+    stats=4,
 )
 _lazy_loss = function_pair(
     _OP,
@@ -152,15 +166,17 @@ def opake_linear_cross_entropy_loss(
     hidden, weight, *rest = autocast_to_compute_dtype(hidden, weight, *([] if bias is None else [bias]))
     bias = rest[0] if rest else None
     groups = _check_shapes(hidden, weight, bias, labels)
-    if (labels.device.type == "cpu" and not transforms_active()) or DEBUG:
+    if labels.device.type == "cpu" and values_readable():
         check_labels(_OP, labels, weight.shape[-2], ignore_index)
     if not uses_triton(hidden, weight, labels, bias):
         width = width or DEFAULT_WIDTH
     eager = Need(tracked(hidden), tracked(weight), tracked(bias))
     plan = Plan(loss, width, eager)
     ahead = reduction != "none" and not groups and not transforms_active()
-    pair = _eager_loss if ahead or not (eager.weight or eager.bias) else _lazy_loss
-    return pair(hidden, weight, bias, labels, groups, plan)[0]
+    if ahead or not (eager.weight or eager.bias):
+        anchor = hidden[..., :0].clone() if eager.hidden else None
+        return _eager_loss(hidden, weight, bias, labels, anchor, groups, plan)[0]
+    return _lazy_loss(hidden, weight, bias, labels, groups, plan)[0]
 
 
 def _width(chunk: int | bool | None) -> int:

@@ -10,21 +10,9 @@ import torch
 
 from ..cross_entropy import CrossEntropySettings
 from ..launch import jit, launch, next_power_of_2, tl
-from ..row_softmax import cap_scale, cap_scale_grad, row_logsumexp
+from ..row_softmax import cap_scale, row_log_softmax_parts, softmax_grad
 
 __all__ = ["softmax_grad_"]
-
-
-@jit
-def _gradient(x, lse, hit, g, scale, cap, smoothing, V, CAP: tl.constexpr, SMOOTH: tl.constexpr):
-    z = cap_scale(x, scale, cap, CAP)
-    d = tl.exp(z - lse)
-    if SMOOTH:
-        d = d - smoothing / V
-        d = tl.where(hit, d - (1.0 - smoothing), d)
-    else:
-        d = tl.where(hit, d - 1.0, d)
-    return d * g * cap_scale_grad(z, scale, cap, CAP)
 
 
 @jit
@@ -52,11 +40,11 @@ def _softmax_grad_kernel(
         if KNOWN:
             lse = tl.load(LSE + row)
         else:
-            lse, total = row_logsumexp(Z, start, V, scale, cap, CAP, SMOOTH, T, W)  # pyright: ignore
-            loss = lse - z
+            top, log_sum, total = row_log_softmax_parts(Z, start, V, scale, cap, CAP, SMOOTH, T, W)  # pyright: ignore
             if SMOOTH:
-                loss = (1.0 - smoothing) * loss + smoothing * (lse - total / V)
-            tl.store(LOSS + row, tl.where(valid, loss, float("nan")))
+                z = (1.0 - smoothing) * z + smoothing * (total / V)
+            tl.store(LOSS + row, tl.where(valid, (top - z) + log_sum, float("nan")))
+            lse = top + log_sum
             tl.store(LSE + row, lse)
         if GRAD:
             g = 1.0
@@ -65,11 +53,11 @@ def _softmax_grad_kernel(
             g = tl.where(valid, g, float("nan"))
             for at in range(0, whole, T * W):
                 x = tl.load(base + at + lane)
-                d = _gradient(x, lse, lane == y - at, g, scale, cap, smoothing, V, CAP, SMOOTH)
+                d = softmax_grad(x, lse, g, lane == y - at, scale, cap, smoothing, V, CAP, SMOOTH)
                 tl.store(base + at + lane, d)
             if whole < V:
                 x = tl.load(base + whole + lane, mask=whole + lane < V, other=0.0)
-                d = _gradient(x, lse, lane == y - whole, g, scale, cap, smoothing, V, CAP, SMOOTH)
+                d = softmax_grad(x, lse, g, lane == y - whole, scale, cap, smoothing, V, CAP, SMOOTH)
                 tl.store(base + whole + lane, d, mask=whole + lane < V)
 
 
