@@ -30,10 +30,7 @@ __all__ = ["rms_backward", "rms_forward"]
 # beyond this a row no longer fits the registers of one program together with its gradient
 _WIDEST_TILE = 8192
 _WIDE_BLOCK = 4096
-# backward programs for each multiprocessor, with and without a weight gradient to add up
-_WAVES_DW, _WAVES_DX = 4, 16
-# rows in flight in the backward loop
-_STAGES = 2
+_WIDE_DW = (4, 512, 4, 1, 4)
 # a dense tensor needs no strides; saying so with None lets the compiler know the alignment of its rows
 _DENSE = (None, None, None)
 
@@ -44,6 +41,18 @@ def _tile(C: int) -> tuple[int, int, int]:
     block = next_power_of_2(C)
     rows = max(1, 2048 // block)
     return rows, block, warps_for(rows * block)
+
+
+@lru_cache(maxsize=256)
+def _backward_tile(C: int) -> tuple[int, int, int, int, int]:
+    """(rows, block, warps, stages, programs for each multiprocessor) of the backward loop over rows.
+
+    Three stages keep two rows on their way while one is worked on; 16 warps a multiprocessor all find room.
+    """
+    block = next_power_of_2(C)
+    rows = 1 if block >= 1024 else 2048 // block
+    warps = min(max(2, rows * block // 512), 16)
+    return rows, block, warps, 3, max(1, 16 // warps)
 
 
 @lru_cache(maxsize=16)
@@ -156,9 +165,8 @@ def _launch_backward(dy, x, weight, rstd, dsum, dx, dw, groups, offset) -> None:
     at, *x_rows = _rows(x)
     dy, *dy_rows = _rows(dy)
     ds, *ds_rows = _rows(dsum)
-    waves = _WAVES_DX if dw is None else _WAVES_DW
     wide = C > _WIDEST_TILE
-    tile, block, warps = (4, 512, 4) if wide else _tile(C)
+    tile, block, warps, stages, waves = _WIDE_DW if wide else _backward_tile(C)
     per_program, programs = _share(rows // G, G, tile, waves * _multiprocessors(x.device))
     part = dw
     if dw is not None and programs > 1:
@@ -166,7 +174,7 @@ def _launch_backward(dy, x, weight, rstd, dsum, dx, dw, groups, offset) -> None:
     strides = (*x_rows, *dy_rows)
     if not wide:
         args = (dy, at, w, rstd, ds, dx, part, rows // G, per_program, programs, w_step, *strides, *ds_rows)
-        meta = {"COLS": C, "OFFSET": offset, "ROWS": tile, "BLOCK": block, "STAGES": _STAGES}
+        meta = {"COLS": C, "OFFSET": offset, "ROWS": tile, "BLOCK": block, "STAGES": stages}
         launch(backward_kernel, (G * programs,), x, *args, **meta, num_warps=warps)
     if wide and dx is not None:
         args = (dy, at, w, rstd, ds, dx, rows // G, w_step, *strides, *ds_rows)
