@@ -349,6 +349,24 @@ def test_double_backward_says_so(rows):
         grad(lambda p: sum(g.square().sum() for g in grad(loss_of(net))(p, rows[0]).values()))(parameters(net))
 
 
+@pytest.mark.parametrize("transformed", [False, True])
+def test_a_remat_inside_a_remat_runs_once_more_and_not_twice(rows, transformed):
+    calls = []
+
+    def inner(x):
+        calls.append(1)
+        return torch.tanh(x)
+
+    def loss(x):
+        return remat(lambda h: remat(inner, h * 2), x).square().sum()
+
+    if transformed:
+        vmap(grad(loss))(rows)
+    else:
+        loss(rows.clone().requires_grad_()).backward()
+    assert len(calls) == 2
+
+
 def test_it_saves_memory_under_grad_and_under_vjp():
     x = torch.randn(4, 64, H)
 

@@ -74,6 +74,14 @@ def test_counts_and_norms_stay_on_the_device_as_tensors(params, rows):
     assert not any(t.requires_grad for t in [*out.grads.values(), *out[1:5]])
 
 
+def test_parameters_and_captured_tensors_that_require_grad_leave_no_graph(params, rows):
+    params = {name: torch.nn.Parameter(p) for name, p in params.items()}
+    captured = torch.ones(H, requires_grad=True)
+    f = clipped_grad(lambda p, x, y: (loss(p, x * captured, y), x * captured), clip_norm=C, has_aux=True)
+    out, aux = f(params, *rows)
+    assert not any(t.requires_grad for t in [*out.grads.values(), *out[1:5], aux])
+
+
 def test_nothing_is_read_on_the_host(params, rows):
     traces = [
         operator_trace(

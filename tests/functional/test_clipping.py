@@ -70,6 +70,7 @@ def test_the_scale_is_rounded_down():
     for clip_norm in (1.0, 0.3, 1e-5):
         scale = clip_scale(norms, clip_norm)
         assert scale.dtype == torch.float32
+        assert (scale.double() <= (clip_norm * (1 - 2.0**-23) / norms).clamp(max=1)).all()
         assert (scale.double() * norms * (1 + 2.0**-24) <= clip_norm * (1 + 1e-15)).all()
         assert (scale.double() * norms >= torch.minimum(norms, torch.tensor(clip_norm)) * (1 - 2.0**-21)).all()
 
