@@ -1,0 +1,1 @@
+"""Timings of the fused ops against their rivals, on the machine at hand."""

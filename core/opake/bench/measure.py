@@ -1,0 +1,118 @@
+"""How a case is timed: medians by device events, per-example work replayed from a CUDA graph, Python on its own line.
+
+plain: forward and backward of the whole batch. vmap: per-example gradients by vmap(vjp), captured, so that the GPU's
+work alone is timed. group: the same gradients in plain autograd, the weight carrying an example axis. python: wall time
+one more call costs at sizes where the GPU has nothing to do, in plain autograd and under vmap(vjp).
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.func import vjp, vmap
+
+from .cases import Case, Op
+
+__all__ = ["copy_bandwidth", "group", "per_example", "plain", "python_cost", "time_ms"]
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def time_ms(fn: Callable[[], Any]) -> tuple[float, float]:
+    """(median ms, peak GiB above what was allocated before)."""
+    from triton.testing import do_bench
+
+    fn()
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fn()
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - base) / 2**30
+    return float(do_bench(fn, warmup=10, rep=60, return_mode="median")), peak  # pyright: ignore
+
+
+def copy_bandwidth() -> float:
+    """GB/s of a large device-to-device copy, bytes read plus bytes written."""
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    ms, _ = time_ms(lambda: target.copy_(source))
+    return 2 * source.numel() * 2 / ms / 1e6
+
+
+def plain(op: Op, args: tuple[Any, ...], diff: tuple[int, ...]) -> Callable[[], Any]:
+    """Forward and backward of the whole batch in ordinary autograd."""
+    leaves = [a.detach().clone().requires_grad_() if i in diff else a for i, a in enumerate(args)]
+    inputs = [leaves[i] for i in diff]
+    cotangents = [torch.randn_like(o) for o in _tuple(op(*leaves))]
+    return lambda: torch.autograd.grad(_tuple(op(*leaves)), inputs, cotangents)
+
+
+def per_example(op: Op, case: Case, args: tuple[Any, ...]) -> Callable[[], Any]:
+    """Per-example gradients by vmap over vjp, eager."""
+    cotangents = tuple(torch.randn_like(o) for o in _tuple(vmap(op, case.in_dims)(*args)))
+
+    def one(cts: Any, *row: Any) -> Any:
+        def of(*wanted: Any) -> Any:
+            full = list(row)
+            for i, leaf in zip(case.diff, wanted, strict=True):
+                full[i] = leaf
+            return _tuple(op(*full))
+
+        back = vjp(of, *[row[i] for i in case.diff])[1]
+        return back(cts, retain_graph=False, create_graph=False)
+
+    mapped = vmap(one, (0, *case.in_dims))
+    return lambda: mapped(cotangents, *args)
+
+
+def group(op: Op, case: Case, args: tuple[Any, ...]) -> Callable[[], Any]:
+    """Per-example gradients in plain autograd: the weight repeated along an example axis."""
+    if case.grouped is None:
+        raise ValueError(f"{case.op} has no weight to group")
+    full = list(args)
+    full[case.grouped] = full[case.grouped].expand(args[0].shape[0], *full[case.grouped].shape).contiguous()
+    return plain(op, tuple(full), case.diff)
+
+
+def captured(fn: Callable[[], Any]) -> Callable[[], Any]:
+    """`fn` as the replay of a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = fn()
+    # `fn` holds the tensors that the graph reads
+    return lambda: (graph.replay(), kept, fn)
+
+
+def python_cost(op: Op, case: Case, mapped: bool, more: int = 4) -> float:
+    """Microseconds of wall time that one further call of `op`, forward and backward, costs."""
+    args = case.arguments(True)
+
+    def times(count: int) -> float:
+        def repeated(*inner: Any) -> Any:
+            return tuple(o for _ in range(count) for o in _tuple(op(*inner)))
+
+        fn = per_example(repeated, case, args) if mapped else plain(repeated, args, case.diff)
+        samples = []
+        for _ in range(60):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            fn()
+            samples.append(time.perf_counter() - start)
+        return sorted(samples)[len(samples) // 2]
+
+    return (times(1 + more) - times(1)) / more * 1e6
