@@ -116,7 +116,7 @@ def _backward_kernel(
     CAP: tl.constexpr, SMOOTH: tl.constexpr, REDUCED: tl.constexpr, DENSE: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles of one row a program; tiles are aligned in the gradient, and in the logits too where those are DENSE."""
+    """TILES tiles of one row a program, aligned in the gradient, and in the logits too where those are DENSE."""
     program = tl.program_id(0)
     row = (program // NB).to(tl.int64)
     aligned, shift = aligned_start(row * V, W)  # pyright: ignore

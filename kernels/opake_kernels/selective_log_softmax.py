@@ -49,27 +49,43 @@ def _forward_kernel(
 
 
 @jit
+def _chosen_grad(x, lse, total, I, G, K, shift, at, lane):
+    """sum_k g_k (onehot_k - softmax) on one tile; `total` is the sum of g_k, NaN with an index out of range."""
+    d = -total * tl.exp(x.to(tl.float32) - lse)
+    for k in range(K):
+        index = tl.load(I + k)
+        d += tl.where(lane == (index + shift - at).to(tl.int32), tl.load(G + k).to(tl.float32), 0.0)
+    return d
+
+
+@jit
 def _backward_kernel(
-    L, I, LSE, G, D, V, K, NB, inner, outer, step, BLOCK: tl.constexpr, W: tl.constexpr
+    L, I, LSE, G, D, V, K, NB, inner, outer, step, TILES: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """One tile of one row a program: d = sum_k g_k (onehot_k - softmax)."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program // NB
+    """TILES tiles of one row a program, as in cross_entropy.py."""
+    program = tl.program_id(0)
+    row = (program // NB).to(tl.int64)
     aligned, shift = aligned_start(row * V, W)  # pyright: ignore
-    first = (program % NB) * BLOCK - shift
-    lane = tl.arange(0, BLOCK)
-    inside = (lane >= -first) & (lane < V - first)
-    source = L + ((row // inner) * outer + (row % inner) * step + first) + lane
-    p = tl.exp(tl.load(source, mask=inside, other=0.0).to(tl.float32) - tl.load(LSE + row))
+    lse = tl.load(LSE + row)
     total = 0.0
-    chosen = tl.zeros((BLOCK,), tl.float32)
     for k in range(K):
         index = tl.load(I + row * K + k)
         g = tl.load(G + row * K + k).to(tl.float32)
-        g = tl.where((index >= 0) & (index < V), g, float("nan"))
-        total += g
-        chosen += tl.where(lane == index - first, g, 0.0)
-    tl.store(D + aligned + (program % NB) * BLOCK + lane, chosen - p * total, mask=inside)
+        total += tl.where((index >= 0) & (index < V), g, float("nan"))
+    lane = tl.arange(0, BLOCK)
+    begin = (program % NB) * (TILES * BLOCK)
+    end = V + shift
+    source = L + ((row // inner) * outer + (row % inner) * step - shift)
+    for at in range(begin, tl.minimum(begin + TILES * BLOCK, end), BLOCK):
+        out = D + aligned + at + lane
+        if (at >= shift) & (at + BLOCK <= end):
+            x = tl.load(source + at + lane)
+            tl.store(out, _chosen_grad(x, lse, total, I + row * K, G + row * K, K, shift, at, lane))
+        else:
+            inside = (lane >= shift - at) & (lane < end - at)
+            x = tl.load(source + at + lane, mask=inside, other=0.0)
+            d = _chosen_grad(x, lse, total, I + row * K, G + row * K, K, shift, at, lane)
+            tl.store(out, d, mask=inside)
 
 
 def _forward(logits: torch.Tensor, indices: torch.Tensor, groups: int, dtype: torch.dtype) -> Any:
@@ -92,7 +108,7 @@ def _backward(grads: Any, saved: Any, need: Any, groups: int, dtype: torch.dtype
     d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     x, inner, outer, step = row_strides(logits)
     tile = grad_tile(d)
-    NB = cdiv(V + tile["W"] - 1, tile["BLOCK"])
+    NB = cdiv(V + tile["W"] - 1, tile["BLOCK"] * tile["TILES"])
     launch(
         _backward_kernel, (lse.numel() * NB,), x, x, indices.contiguous(), lse.contiguous(), g.contiguous(), d,
         V, indices.shape[-1], NB, inner, outer, step, **tile,
