@@ -60,7 +60,8 @@ def _chosen_grad(x, lse, total, I, G, K, shift, at, lane):
 
 @jit
 def _backward_kernel(
-    L, I, LSE, G, D, V, K, NB, inner, outer, step, TILES: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr
+    L, I, LSE, G, D, V, K, NB, inner, outer, step,
+    DENSE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of one row a program, as in cross_entropy.py."""
     program = tl.program_id(0)
@@ -75,7 +76,8 @@ def _backward_kernel(
     lane = tl.arange(0, BLOCK)
     begin = (program % NB) * (TILES * BLOCK)
     end = V + shift
-    source = L + ((row // inner) * outer + (row % inner) * step - shift)
+    from_row = (row // inner) * outer + (row % inner) * step - shift
+    source = L + aligned if DENSE else L + from_row
     for at in range(begin, tl.minimum(begin + TILES * BLOCK, end), BLOCK):
         out = D + aligned + at + lane
         if (at >= shift) & (at + BLOCK <= end):
@@ -111,7 +113,7 @@ def _backward(grads: Any, saved: Any, need: Any, groups: int, dtype: torch.dtype
     NB = cdiv(V + tile["W"] - 1, tile["BLOCK"] * tile["TILES"])
     launch(
         _backward_kernel, (lse.numel() * NB,), x, x, indices.contiguous(), lse.contiguous(), g.contiguous(), d,
-        V, indices.shape[-1], NB, inner, outer, step, **tile,
+        V, indices.shape[-1], NB, inner, outer, step, DENSE=x.is_contiguous(), **tile,
     )  # fmt: skip
     return [d, None]
 
