@@ -25,7 +25,7 @@ class Backend:
     backward: Callable[..., Tensors]
 
 
-def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def additive(mask: Any, dtype: torch.dtype) -> Any:
     """A mask to be added to the scores: forbidden keys are -inf, never the smallest finite number.
 
     With a finite number a fully masked row would attend to all keys, and the fused backward passes disagree with their

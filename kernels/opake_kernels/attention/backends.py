@@ -34,10 +34,15 @@ def _cpu_backward(
 
 
 def _public_forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> Any:
-    if mask is not None and mask.dtype != torch.bool:
-        mask = additive(mask, q.dtype)
     gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+    # what a kernel makes of a row that sees no key is its own affair, up to NaN: let it see all, then clear it
+    bias = additive(mask, q.dtype)
+    blind = (bias == float("-inf")).all(-1, keepdim=True)
+    bias = bias.masked_fill(blind, 0.0)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=gqa)
+    return out.masked_fill(blind, 0.0)
 
 
 def _public_backward(

@@ -125,7 +125,9 @@ def choose_cuda(
     if mask is None and half and on.flash_sdp_enabled() and SERVING[FLASH]:
         return FLASH
     aligned = mask is None or (T % 8 == 0 and S % 8 == 0)
-    if half and aligned and D <= 128 and on.cudnn_sdp_enabled() and SERVING[CUDNN]:
+    # the cuDNN backward has no deterministic form
+    free = not torch.are_deterministic_algorithms_enabled()
+    if half and aligned and free and D <= 128 and on.cudnn_sdp_enabled() and SERVING[CUDNN]:
         return CUDNN
     known = half or q.dtype == torch.float32
     return EFFICIENT if known and aligned and on.mem_efficient_sdp_enabled() and SERVING[EFFICIENT] else None
