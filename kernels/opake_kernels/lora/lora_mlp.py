@@ -24,7 +24,7 @@ from .gate_kernels import MAX_RANK, gate_backward, gate_forward
 from .lora_w import lora_w_reference
 from .products import group_product, matmul
 from .projections import Projections, gather
-from .rows import folded_rows, like_groups
+from .rows import folded_rows, like_groups, trace
 
 __all__ = ["lora_mlp_reference", "opake_lora_mlp"]
 
@@ -60,7 +60,7 @@ def lora_mlp_reference(
 
 
 def _forward(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    """args: W, A, B of gate, up and down, then groups, scalings, act, fused -> y, gate, up, Z, Z of down."""
+    """args: W, A, B of gate, up and down, then groups, scalings, act, fused -> y, a trace, gate, up, Z, Z of down."""
     *weights, groups, scalings, act, fused = args
     X = folded_rows(x, groups)
     inner, outer = _gathered(weights[0::3], weights[1::3], weights[2::3], scalings, groups, x)
@@ -72,7 +72,8 @@ def _forward(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
         (gate, up), Z = projections.forward(X, inner, (None, None))
         H = activated(gate, up, act)
     (y,), Zd = projections.forward(H, outer, (None,))
-    return tuple(t.view(*x.shape[:-1], t.shape[-1]) for t in (y, gate, up, Z, Zd))
+    y, *kept = (t.view(*x.shape[:-1], t.shape[-1]) for t in (y, gate, up, Z, Zd))
+    return y, trace(x, groups), *kept
 
 
 def _gathered(
@@ -95,10 +96,10 @@ def _backward(
     fused: bool,
 ) -> list[Weight]:
     given = grads[0]
-    assert given is not None, "the only output"
+    assert given is not None, "the trace has no gradient"
     x, *rest = saved
     inner, outer = _gathered(rest[0:3], rest[3:6], rest[6:9], scalings, groups, given)
-    rows = [folded_rows(t, groups) for t in (given, *rest[9:]) if t is not None]
+    rows = [folded_rows(t, groups) for t in (given, *rest[10:])]
     d, Zd = rows[0], rows[4]
     need_a, need_b = need[2::3], need[3::3]
     below = need[0] or any((*need_a[:2], *need_b[:2]))
@@ -187,8 +188,8 @@ _lora_mlp = function_pair(
     backward=_backward,
     roles=(ROWS, *[SHARED] * 9),
     save_inputs=(0, *_W, *_A, *_B),
-    save_outputs=(1, 2, 3, 4),
-    outputs=1,
+    save_outputs=(1, 2, 3, 4, 5),
+    outputs=2,
     stats=4,
     # x is there for the gradients of the two inner A
     save_for={0: _A[:2]},

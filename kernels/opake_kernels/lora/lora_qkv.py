@@ -84,5 +84,4 @@ def opake_lora_qkv(
         )
     groups = leading_axis(given)
     weights = [tensor for each in given for tensor in with_axis(groups, each)]
-    q, k, v, _ = _lora_qkv(X, *weights, groups, (float(Sq), float(Sk), float(Sv)))
-    return q, k, v
+    return _lora_qkv(X, *weights, groups, (float(Sq), float(Sk), float(Sv)))[:3]

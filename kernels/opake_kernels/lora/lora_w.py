@@ -18,7 +18,7 @@ from opake_kernels.fold import ROWS, SHARED, function_pair
 from . import projections
 from .arguments import check_precision, check_projections, leading_axis, takes_twin, with_axis
 from .products import fold_weight
-from .rows import folded_rows, like_groups
+from .rows import folded_rows, like_groups, trace
 
 __all__ = ["lora_w_reference", "opake_lora_w", "projection_pair"]
 
@@ -50,21 +50,22 @@ def lora_w_reference(
 
 
 def _forward(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    """args: W, A, B, bias of each projection, then groups and scalings -> the outputs and Z."""
+    """args: W, A, B, bias of each projection, then groups and scalings -> the outputs, a trace and Z."""
     *weights, groups, scalings = args
     X, biases = folded_rows(x, groups), weights[3::4]
     p = projections.gather(weights[0::4], weights[1::4], weights[2::4], scalings, groups, x)
     outputs, Z = projections.forward(X, p, [None if b is None else fold_weight(b, groups, x) for b in biases])
-    return tuple(t.view(*x.shape[:-1], t.shape[-1]) for t in (*outputs, Z))
+    *outputs, Z = (t.view(*x.shape[:-1], t.shape[-1]) for t in (*outputs, Z))
+    return *outputs, trace(x, groups), Z
 
 
 def _backward(
     grads: Sequence[Weight], saved: Sequence[Any], need: Sequence[bool], groups: int, scalings: tuple[float, ...]
 ) -> list[Weight]:
-    x, *weights, z = saved
+    x, *weights, _, z = saved
     n = len(scalings)
     Ws, As, Bs, biases = weights[0:n], weights[n : 2 * n], weights[2 * n : 3 * n], weights[3 * n :]
-    given = _all_given(grads, Ws)
+    given = _all_given(grads[:n], Ws)
     D = [folded_rows(d, groups) for d in given]
     lead = given[0].shape[:-1]
     found = projections.backward(
@@ -91,7 +92,7 @@ def _all_given(grads: Sequence[Weight], Ws: Sequence[Any]) -> list[torch.Tensor]
 
 
 def projection_pair(name: str, count: int) -> Any:
-    """The pair of Functions for `count` projections: pair(x, W, A, B, bias, ..., groups, scalings) -> (*outputs, Z)."""
+    """The pair of Functions for `count` projections: pair(x, W, A, B, bias, ..., groups, scalings) -> (*outputs, trace, Z)."""
     kinds = [[1 + 4 * j + kind for j in range(count)] for kind in range(4)]
     return function_pair(
         name,
@@ -99,8 +100,8 @@ def projection_pair(name: str, count: int) -> Any:
         backward=_backward,
         roles=(ROWS, *[SHARED] * 4 * count),
         save_inputs=(0, *kinds[0], *kinds[1], *kinds[2], *kinds[3]),
-        save_outputs=(count,),
-        outputs=count,
+        save_outputs=(count, count + 1),
+        outputs=count + 1,
         stats=1,
         # x is there for dA alone
         save_for={0: kinds[1]},
