@@ -62,6 +62,10 @@ class Record:
         """Patch `module` and return what takes the patch back."""
         raise NotImplementedError(f"{type(self).__name__} cannot be applied")
 
+    def remark(self, module: nn.Module) -> str:
+        """What the report should say about applying this to `module`, asked before it is applied."""
+        return ""
+
     def axis_parameters(self, module: nn.Module) -> frozenset[str]:
         """Names of the module's own parameters that the patched op takes with a leading example axis."""
         return frozenset()

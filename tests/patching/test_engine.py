@@ -58,8 +58,7 @@ def same(before: dict, after: dict) -> list[str]:
         return a is not b and a != b
 
     return sorted(
-        set(before.keys() ^ after.keys())
-        | {k for k in before.keys() & after.keys() if differs(before[k], after[k])}
+        set(before.keys() ^ after.keys()) | {k for k in before.keys() & after.keys() if differs(before[k], after[k])}
     )
 
 
@@ -326,6 +325,22 @@ def test_eager_attention_is_left_to_the_model() -> None:
     assert report.find(flag="eager_attention")[0].state == "stock"
     assert model.config._attn_implementation == "eager"
     assert model(IDS, output_attentions=True).attentions[0].shape == (3, 4, 6, 6)
+
+
+def test_flex_attention_is_replaced_and_the_report_says_so() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="flex_attention"))
+    plain = llama()
+    plain.load_state_dict(model.state_dict())
+    report = apply_model_patches(model)
+    assert (
+        report.find(flag="eager_attention")[0].reason
+        == "inside transforms by cpu_flash, public, in place of flex_attention"
+    )
+    apply_model_patches(plain)
+    expected = per_example(plain)
+    assert all(torch.equal(g, expected[name]) for name, g in per_example(model).items())
+    restore(model)
+    assert model.config._attn_implementation == "flex_attention"
 
 
 @pytest.mark.parametrize(("off", "name"), [("eager_attention", "opake_masking"), ("vmap_masking", "opake_attention")])

@@ -13,6 +13,7 @@ from opake import hf
 from opake.masks.materialise import mask_function
 from opake.patching.config import own_config
 from opake.patching.undo import Skip, Undo
+from opake_kernels.attention.backends import backend_names
 
 from .forward import attention_forward
 
@@ -50,6 +51,15 @@ def fits(model: nn.Module) -> Skip | None:
     if name not in SERVED:
         return Skip(f"attention implementation {name!r} is not one that opake knows: {', '.join(SERVED[:4])}", "stock")
     return None
+
+
+def remark(model: nn.Module) -> str:
+    """Which kernels a transform will use for this model's attention, and what they take the place of."""
+    parameter = next(model.parameters(), None)
+    device = "cpu" if parameter is None else parameter.device.type
+    kernels = f"inside transforms by {', '.join(backend_names(device))}"
+    name = hf.attention_name(model)
+    return kernels if name == "sdpa" else f"{kernels}, in place of {name}"
 
 
 def select(model: nn.Module, wrappers: tuple[nn.Module, ...], *, attention: bool = False, masks: bool = False) -> Undo:

@@ -51,6 +51,11 @@ class FoldedAttention(ModelRecord):
 
         return interface.fits(module)
 
+    def remark(self, module: nn.Module) -> str:
+        from opake.attention import interface
+
+        return interface.remark(module)
+
     def apply(self, module: nn.Module) -> Undo:
         from opake.attention import interface
 

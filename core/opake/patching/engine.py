@@ -159,10 +159,11 @@ def _apply_one(entry: Planned, target: Target, state: ModelState, switches: Swit
         elif (skip := record.fits(module)) is not None:
             rows.append(_row(entry, site, skip.state, skip.reason))
         else:
+            remark = record.remark(module)
             applied = Applied(record.kept(), site, module, record.apply(module))
             state.applied.append(applied)
             new.append(applied)
-            rows.append(_row(entry, site, "applied", getattr(record, "note", "")))
+            rows.append(_row(entry, site, "applied", remark))
     return rows or [_row(entry, "-", "skipped", "the model has no such module")]
 
 

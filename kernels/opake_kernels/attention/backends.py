@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .backend import Backend, Tensors, additive, aten, repeated, schema_matches, summed
-from .cuda import choose_cuda
+from .cuda import SERVING, choose_cuda
 
 
 def _cpu_forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> Any:
@@ -77,3 +77,12 @@ def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     plain = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     square = v.shape[-1] == q.shape[-1] and (not causal or q.shape[-2] == k.shape[-2]) and 0 not in k.shape
     return CPU_FLASH if CPU_FLASH_SERVES and plain and square else PUBLIC
+
+
+def backend_names(device: str) -> list[str]:
+    """The backends that the installed torch has for a device type, best first; the last one is always there."""
+    if device == "cuda":
+        fused = [backend for backend, serves in SERVING.items() if serves]
+    else:
+        fused = [CPU_FLASH] if device == "cpu" and CPU_FLASH_SERVES else []
+    return [backend.name for backend in (*fused, PUBLIC)]
