@@ -42,11 +42,13 @@ def cap_scale(x, scale, cap, CAP: tl.constexpr):
 
 
 @jit
-def cap_scale_grad(z, scale, cap, CAP: tl.constexpr):
-    """Derivative of `cap_scale` by x, from its value z."""
+def cap_scale_grad(x, scale, cap, CAP: tl.constexpr):
+    """Derivative of `cap_scale` by x."""
     slope = scale
     if CAP:
-        slope = scale * (1.0 - (z / cap) * (z / cap))
+        # 1 - tanh^2 without its cancellation near the cap
+        e = tl.exp(-2.0 * tl.abs(x.to(tl.float32) * scale / cap))
+        slope = scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
     return slope
 
 
@@ -125,7 +127,7 @@ def softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP: tl.constexpr, SM
         d = tl.where(hit, d - (1.0 - smoothing), d)
     else:
         d = tl.where(hit, d - 1.0, d)
-    return d * g * cap_scale_grad(z, scale, cap, CAP)
+    return d * g * cap_scale_grad(x, scale, cap, CAP)
 
 
 def row_tile(logits: torch.Tensor) -> dict[str, int]:

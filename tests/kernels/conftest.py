@@ -154,7 +154,8 @@ def _programs(n, diff):
 def check_transforms():
     """check_transforms(op, twin, args, diff): every nesting of vmap, grad and vjp, judged as in check_op.
 
-    `args` are tensors of one example; every in_dims pattern is tried: all mapped, each one shared, last dimension.
+    `args` are tensors of one example; every in_dims pattern is tried: all mapped, each one shared, last dimension. `rms` as in
+    check_op.
     """
 
     def check(op, twin, args, diff, rms=False):

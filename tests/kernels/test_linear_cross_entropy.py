@@ -1,4 +1,4 @@
-"""Linear cross-entropy: values, gradients, every transform, both back ends, memory, labels that are ignored or wrong."""
+"""Linear cross-entropy: values, gradients, every transform, both back ends, memory, labels ignored or wrong."""
 
 import itertools
 
@@ -53,31 +53,56 @@ def chunk(request):
     return request.param
 
 
+@pytest.fixture
+def check(check_op):
+    """check(data, diff, chunk, **options): the op against its twin, fp32 by the root mean square of the errors."""
+
+    def run(data, diff, chunk, **options):
+        rms = data[0].dtype == torch.float32
+        return check_op(_op(chunk=chunk, **options), _twin(**options), data, diff, rms=rms)
+
+    return run
+
+
+def _slow(chunk, device):
+    # Triton's interpreter takes 10 ms a token
+    return chunk is None and device == "cpu"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "H", "V"), [((2, 3), 8, 40), ((5,), 12, 33), ((), 4, 3), ((1, 1), 4, 1), ((0,), 4, 5)])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("diff", [(0,), (0, 1, 3)], ids=["frozen", "trainable"])
-def test_values_and_gradients(diff, reduction, shape, H, V, dtype, chunk, device, check_op):
-    data = _data(shape, H, V, device, dtype)
-    loss, *_ = check_op(_op(reduction=reduction, chunk=chunk), _twin(reduction=reduction), data, diff)
+def test_values_and_gradients(diff, reduction, dtype, chunk, device, check):
+    data = _data((2, 5), 16, 40, device, dtype)
+    loss, *_ = check(data, diff, chunk, reduction=reduction)
     assert loss.dtype == torch.float32
     assert loss.shape == (data[2].shape if reduction == "none" else ())
+
+
+@pytest.mark.parametrize(
+    ("shape", "H", "V"), [((5,), 12, 33), ((), 4, 3), ((1, 1), 4, 1), ((0,), 4, 5), ((2, 0), 4, 5)]
+)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("diff", [(0,), (0, 1, 3)], ids=["frozen", "trainable"])
+def test_shapes(diff, reduction, shape, H, V, chunk, device, check):
+    loss, *_ = check(_data(shape, H, V, device), diff, chunk, reduction=reduction)
+    assert loss.shape == (shape if reduction == "none" else ())
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("diff", [(0,), (0, 1, 3)], ids=["frozen", "trainable"])
-def test_options(diff, options, reduction, dtype, chunk, device, check_op):
-    data = _data((3, 4), 8, 37, device, dtype, options.get("ignore_index", -100))
-    check_op(_op(reduction=reduction, chunk=chunk, **options), _twin(reduction=reduction, **options), data, diff)
+def test_options(diff, options, reduction, dtype, chunk, device, check):
+    tokens = 5 if _slow(chunk, device) else 24
+    data = _data((tokens,), 16, 37, device, dtype, options.get("ignore_index", -100))
+    check(data, diff, chunk, reduction=reduction, **options)
 
 
 @pytest.mark.parametrize("diff", [(1,), (3,), (1, 3), ()])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_any_gradient_alone(diff, reduction, chunk, device, check_op):
-    options = {"reduction": reduction, "logit_softcapping": 3.0}
-    check_op(_op(chunk=chunk, **options), _twin(**options), _data((3, 4), 8, 37, device), diff)
+def test_any_gradient_alone(diff, reduction, chunk, device, check):
+    check(_data((5,), 16, 37, device), diff, chunk, reduction=reduction, logit_softcapping=3.0)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -93,42 +118,53 @@ def test_float64_is_exact(reduction, chunk, device):
 
 @pytest.mark.parametrize("V", [1021, 1024, 4100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_tiles_and_odd_vocabularies(V, dtype, chunk, device, check_op):
-    data = _data((3,), 8, V, device, dtype)
-    check_op(_op(label_smoothing=0.1, chunk=chunk), _twin(label_smoothing=0.1), data, (0, 1, 3))
+def test_many_tiles_and_odd_vocabularies(V, dtype, chunk, device, check):
+    check(_data((3,), 16, V, device, dtype), (0, 1, 3), chunk, label_smoothing=0.1)
 
 
-def test_many_chunks_of_tokens(device, monkeypatch, check_op):
-    # 300 tokens in chunks of 128: the last one is shorter, and dW is summed over three
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Eight tokens in a chunk of the fused back end, 32 in a tile of the chunked one."""
+    monkeypatch.setattr(fused, "TILE_TOKENS", 8)
     monkeypatch.setattr(fused, "BUFFER_BYTES", 1)
     monkeypatch.setattr(chunked, "TILE_BYTES", 1)
-    data = _data((300,), 8, 37, device, torch.bfloat16)
-    for chunk in CHUNKS:
-        check_op(_op(chunk=chunk), _twin(), data, (0, 1, 3))
-        check_op(_op(chunk=chunk, reduction="none"), _twin(reduction="none"), data, (0, 1, 3))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_chunks_of_tokens(dtype, reduction, chunk, device, small_tiles, check):
+    # the last chunk is shorter, and the gradient of the weight is summed over all of them
+    tokens = 20 if chunk is None else 100
+    check(_data((tokens,), 16, 37, device, dtype), (0, 1, 3), chunk, reduction=reduction)
 
 
 @pytest.mark.parametrize("logit", [30.0, 0.0])
-def test_confident_and_flat_logits(logit, chunk, device, check_op):
+def test_confident_and_flat_logits(logit, chunk, device, check):
     # the label wins by far: p - 1 must not be a difference of two numbers close to 1
     h, w, y = _data((6,), 8, 40, device, torch.bfloat16, bias=False)
     if logit:
         h = w[y.clamp(min=0)] * logit
     else:
         w = w * 1e-3
-    check_op(_op(chunk=chunk), _twin(), [h, w, y], (0, 1))
+    check([h, w, y], (0, 1), chunk)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("diff", [(0,), (0, 1)], ids=["frozen", "trainable"])
+# of the fused back end two, since Triton's interpreter takes 10 ms a token and this test many calls
+TRANSFORMS = [(None, "none", (0,)), (None, "mean", (0, 1)), *itertools.product((16, True), REDUCTIONS, ((0,), (0, 1)))]
+
+
+@pytest.mark.parametrize(("chunk", "reduction", "diff"), TRANSFORMS)
 def test_transforms(diff, reduction, chunk, device, check_transforms):
-    data = _data((2,), 4, 33, device, bias=False)
-    check_transforms(_op(reduction=reduction, chunk=chunk), _twin(reduction=reduction), data, diff)
+    data = _data((2,) if chunk else (1,), 4, 33, device, bias=False)
+    check_transforms(_op(reduction=reduction, chunk=chunk), _twin(reduction=reduction), data, diff, rms=True)
 
 
+@pytest.mark.parametrize("chunk", [16, True])
 def test_transforms_with_options(chunk, device, check_transforms):
     options = {"label_smoothing": 0.1, "logit_softcapping": 3.0, "ignore_index": 1}
-    check_transforms(_op(chunk=chunk, **options), _twin(**options), _data((2,), 4, 21, device, ignore=1), (0, 1, 3))
+    check_transforms(
+        _op(chunk=chunk, **options), _twin(**options), _data((2,), 4, 21, device, ignore=1), (0, 1, 3), rms=True
+    )
 
 
 def test_weight_of_its_own_for_each_example(chunk, device):
@@ -212,46 +248,44 @@ def test_strided_arguments(chunk, device, check_op):
 
 
 class _Largest(TorchDispatchMode):
-    """Elements of the largest tensor made, and of all that are not views."""
+    """Bytes of the largest tensor made that is no view of `given`."""
 
-    largest = 0
+    def __init__(self, *given):
+        super().__init__()
+        self.bytes, self.given = 0, {t.untyped_storage().data_ptr() for t in given}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor):
-                self.largest = max(self.largest, t.untyped_storage().nbytes() // t.element_size())
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in self.given:
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
         return out
 
 
 @pytest.mark.parametrize("mode", ["plain", "vmap", "none"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "logit_softcapping": 3.0, "logit_scale": 0.5}])
-def test_memory(options, mode, chunk, device, monkeypatch):
-    """Nothing as large as the logits is ever made, and nothing as large as a frozen weight."""
-    monkeypatch.setattr(fused, "BUFFER_BYTES", 1)
-    monkeypatch.setattr(chunked, "TILE_BYTES", 1)
-    B, T, H, V = 2, 150, 4, 500
+def test_memory(options, mode, chunk, device, small_tiles):
+    """Nothing as large as the logits of a few chunks is ever made."""
+    B, T, H, V = (2, 20, 4, 500) if chunk is None else (2, 100, 4, 500)
     h, w, y = _data((B, T), H, V, device, bias=False)
     loss = _op(chunk=chunk, reduction="none" if mode == "none" else "mean", **options)
-    with _Largest() as seen:
+    with _Largest(h, w) as seen:
         if mode == "vmap":
             vmap(grad(loss), (0, None, 0))(h, w, y)
         else:
             h.requires_grad_()
             loss(h, w, y).sum().backward()
-    # the last chunk has 128 tokens at most, or 32 in a tile; the weight has 2000 elements
-    rows = 128 if chunk is None else 32
-    assert seen.largest <= max(rows * (V + 32), B * T * H)
-    assert seen.largest < B * T * V / 2
+    tokens, columns = (8, 512) if chunk is None else (32, V)
+    assert 0 < seen.bytes <= 4 * tokens * columns < 4 * B * T * V / 2
 
 
-def test_no_transformed_copy_of_the_weight(chunk, device):
+def test_no_copy_of_a_frozen_weight(chunk, device):
     H, V = 64, 700
     h, w, y = _data((4,), H, V, device, bias=False)
     h.requires_grad_()
-    with _Largest() as seen:
-        _op(chunk=64 if chunk else None, logit_scale=0.5, logit_softcapping=3.0)(h, w, y).backward()
-    assert seen.largest < V * H / 2
+    with _Largest(h, w) as seen:
+        _op(chunk=chunk, logit_scale=0.5, logit_softcapping=3.0)(h, w, y).backward()
+    assert seen.bytes < 4 * V * H / 2
 
 
 def test_a_frozen_head_keeps_no_hidden_states(device):
@@ -259,8 +293,9 @@ def test_a_frozen_head_keeps_no_hidden_states(device):
     h.requires_grad_()
     doubled = h * 2
     loss = _op()(doubled, w, y)
-    held = [t for t in loss.grad_fn.saved_tensors if t.numel() and t.data_ptr() == doubled.data_ptr()]
-    assert not held
+    held = [t for t in loss.grad_fn.saved_tensors if t is not None]
+    assert len(held) > 1
+    assert all(t.untyped_storage().data_ptr() != doubled.untyped_storage().data_ptr() for t in held)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -284,9 +319,9 @@ def test_labels_out_of_range(reduction, chunk, device, monkeypatch):
 def test_bad_arguments(device):
     h, w, y, b = _data((2, 3), 8, 37, device)
     f = opake_linear_cross_entropy_loss
-    with pytest.raises(TypeError, match="hidden and weight must have one dtype, got torch.float32 and torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"must have one dtype, got torch\.float32 and torch\.bfloat16"):
         f(h, w.bfloat16(), y)
-    with pytest.raises(TypeError, match="labels must be int64 or int32, got torch.float32"):
+    with pytest.raises(TypeError, match=r"labels must be int64 or int32, got torch\.float32"):
         f(h, w, y.float())
     with pytest.raises(ValueError, match=r"hidden has shape \(2, 3, 8\), expected \(..., H\) with H = 7"):
         f(h, w[:, :7], y)

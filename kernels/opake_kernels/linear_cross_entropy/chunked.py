@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ..launch import cdiv
+from opake_kernels.launch import cdiv
+
 from .passes import Gradients, Head, Need, accumulator_dtype, product_into
 
 __all__ = ["DEFAULT_WIDTH", "TILE_BYTES", "chunked_pass"]
@@ -32,8 +33,8 @@ def tile_tokens(R: int, width: int, element_size: int) -> int:
 def chunked_pass(head: Head, need: Need, width: int = DEFAULT_WIDTH) -> Gradients:
     """See passes.py. Gradients: hidden in the dtype of x; weight and bias in float32, or float64 for float64."""
     parameters = need.weight or need.bias
-    if head.lse_R is not None:
-        return _second_sweep(head, need, width, head.lse_R)
+    if head.lse is not None:
+        return _second_sweep(head, need, width, head.lse)
     first = _first_sweep(head, need.hidden and not parameters, width)
     if not parameters:
         return first
@@ -52,20 +53,22 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
     return z.to(accumulator_dtype(a.dtype))
 
 
-def _logits(head: Head, rows: slice, columns: slice) -> torch.Tensor:
-    """Scaled and capped logits of one tile, in the accumulator's dtype."""
+def _logits(head: Head, rows: slice, columns: slice, slope: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scaled and capped logits of one tile in the accumulator's dtype, and with `slope` what the cap multiplies."""
     settings = head.settings
-    z = _product(head.x_RH[rows], head.weight_VH[columns].t(), None if head.bias_V is None else head.bias_V[columns])
+    z = _product(head.x[rows], head.weight[columns].t(), None if head.bias is None else head.bias[columns])
     if settings.scale != 1.0:
         z *= settings.scale
-    if settings.softcap:
-        z.div_(settings.softcap).tanh_().mul_(settings.softcap)
-    return z
+    if not settings.softcap:
+        return z, None
+    z.div_(settings.softcap).tanh_()
+    slopes = _slope(z) if slope else None
+    return z.mul_(settings.softcap), slopes
 
 
-def _slope(z: torch.Tensor, head: Head) -> torch.Tensor:
-    """Derivative of the capped logits `z` by the scaled ones."""
-    return 1.0 - (z / head.settings.softcap).square_()
+def _slope(tanh: torch.Tensor) -> torch.Tensor:
+    """Derivative of a capped logit by the scaled one."""
+    return 1.0 - tanh.square()
 
 
 def _label_column(labels_R: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,22 +80,22 @@ def _label_column(labels_R: torch.Tensor, columns: slice) -> tuple[torch.Tensor,
 
 def _counted(head: Head, rows: slice, like: torch.Tensor) -> torch.Tensor:
     """The factor of each token's gradient: `scale`, 0 where ignored, NaN where the label is out of range."""
-    labels, V = head.labels_R[rows], head.weight_VH.shape[0]
-    scale = torch.ones_like(like) if head.scale_R is None else head.scale_R[rows].to(like.dtype)
+    labels, V = head.labels[rows], head.weight.shape[0]
+    scale = torch.ones_like(like) if head.scale is None else head.scale[rows].to(like.dtype)
     scale = scale.masked_fill((labels < 0) | (labels >= V), torch.nan)
     return scale.masked_fill(labels == head.settings.ignore_index, 0.0)
 
 
 def _first_sweep(head: Head, hidden: bool, width: int) -> Gradients:
-    x = head.x_RH
+    x = head.x
     R, wide = x.shape[0], accumulator_dtype(x.dtype)
     loss = torch.empty(R, dtype=wide, device=x.device)
     lse, dx = torch.empty_like(loss), torch.empty_like(x) if hidden else None
-    width = min(width, head.weight_VH.shape[0])
+    width = min(width, head.weight.shape[0])
     # without a soft cap the smoothing term is the same for all tokens
     columns = None
     if hidden and head.settings.smoothing and not head.settings.softcap:
-        columns = head.weight_VH.sum(0, dtype=wide)
+        columns = head.weight.sum(0, dtype=wide)
     for rows in _slices(R, tile_tokens(R, width, lse.element_size())):
         loss[rows], lse[rows], found = _sweep_rows(head, rows, hidden, width, columns)
         if dx is not None:
@@ -102,7 +105,7 @@ def _first_sweep(head: Head, hidden: bool, width: int) -> Gradients:
 
 def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: torch.Tensor | None):
     """(loss, lse, gradient of x or None) of the tokens `rows`, in one sweep over the vocabulary."""
-    x, w, labels, settings = head.x_RH[rows], head.weight_VH, head.labels_R[rows], head.settings
+    x, w, labels, settings = head.x[rows], head.weight, head.labels[rows], head.settings
     V, smoothing, cap = w.shape[0], settings.smoothing, settings.softcap
     # top: running maximum; rest: sum of exponentials without the label's; own: the label's logit
     top = torch.full(labels.shape, -torch.inf, dtype=accumulator_dtype(x.dtype), device=x.device)
@@ -111,14 +114,13 @@ def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: to
     flat = top.new_zeros(x.shape) if hidden and smoothing and cap else columns_H
 
     for columns in _slices(V, width):
-        z = _logits(head, rows, columns)
+        z, slope = _logits(head, rows, columns, hidden)
         inside, column = _label_column(labels, columns)
         own = torch.where(inside, z.gather(1, column).squeeze(1), own)
         if smoothing:
             total += z.sum(1)
         higher = torch.maximum(top, z.amax(1))
         shrink, top = torch.exp(top - higher), higher
-        slope = _slope(z, head) if hidden and cap else None
         z.sub_(top.unsqueeze(1)).exp_()
         z.scatter_(1, column, torch.where(inside.unsqueeze(1), 0.0, z.gather(1, column)))
         rest = rest * shrink + z.sum(1)
@@ -136,7 +138,7 @@ def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: to
     loss, lse = (top - chosen) + log_sum, top + log_sum
     factor, ignored = _counted(head, rows, top), labels == settings.ignore_index
     if dx is not None:
-        slope = _slope(own, head) if cap else 1.0
+        slope = _slope(own / cap) if cap else 1.0
         label = w[labels.long().clamp(0, V - 1)] * ((smoothing - rest / (rest + own_share)) * slope).unsqueeze(1)
         dx = dx.div_((rest + own_share).unsqueeze(1)).add_(label)
         if smoothing:
@@ -149,7 +151,7 @@ def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: to
 
 def _second_sweep(head: Head, need: Need, width: int, lse_R: torch.Tensor) -> Gradients:
     """Gradients from the finished softmax; the vocabulary outside, so that a tile of dW is summed where it stays."""
-    x, w = head.x_RH, head.weight_VH
+    x, w = head.x, head.weight
     (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
     dx = torch.zeros(R, H, dtype=wide, device=x.device) if need.hidden else None
     dw = torch.zeros(V, H, dtype=wide, device=x.device) if need.weight else None
@@ -169,17 +171,16 @@ def _second_sweep(head: Head, need: Need, width: int, lse_R: torch.Tensor) -> Gr
 
 
 def _tile_gradient(head: Head, rows: slice, columns: slice, lse_R: torch.Tensor) -> torch.Tensor:
-    settings, labels = head.settings, head.labels_R[rows]
-    z = _logits(head, rows, columns)
+    settings, labels = head.settings, head.labels[rows]
+    z, slope = _logits(head, rows, columns, True)
     factor = _counted(head, rows, lse_R[rows]) * settings.scale
-    slope = _slope(z, head) if settings.softcap else None
     # an ignored token has no lse; with an infinite one its softmax is zero
     lse = lse_R[rows].masked_fill(labels == settings.ignore_index, torch.inf)
     d = z.sub_(lse.unsqueeze(1)).exp_()
     inside, column = _label_column(labels, columns)
     d.scatter_add_(1, column, (inside.to(d.dtype) * (settings.smoothing - 1.0)).unsqueeze(1))
     if settings.smoothing:
-        d -= settings.smoothing / head.weight_VH.shape[0]
+        d -= settings.smoothing / head.weight.shape[0]
     if slope is not None:
         d *= slope
     return d.mul_(factor.unsqueeze(1))

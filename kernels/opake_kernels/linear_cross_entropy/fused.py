@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import torch
 
-from ..launch import cdiv
+from opake_kernels.launch import cdiv
+
 from .passes import Gradients, Head, Need, accumulator_dtype, product_into
 from .softmax_grad import softmax_grad_
 
-__all__ = ["BUFFER_BYTES", "chunk_tokens", "fused_pass"]
+__all__ = ["BUFFER_BYTES", "TILE_TOKENS", "chunk_tokens", "fused_pass"]
 
+# what the logits of a chunk may take, and the tile of the matrix unit in tokens
 BUFFER_BYTES = 256 * 2**20
+TILE_TOKENS = 128
 
 
 def chunk_tokens(R: int, V: int, element_size: int) -> int:
     """Tokens in a chunk: what the budget holds, in multiples of the matrix unit's tile, shared out evenly."""
-    most = max(BUFFER_BYTES // (V * element_size) // 128 * 128, 128)
+    most = max(BUFFER_BYTES // (V * element_size) // TILE_TOKENS * TILE_TOKENS, TILE_TOKENS)
     if most >= R:
         return max(R, 1)
-    return cdiv(cdiv(R, cdiv(R, most)), 128) * 128
+    return cdiv(cdiv(R, cdiv(R, most)), TILE_TOKENS) * TILE_TOKENS
 
 
 def _buffer(tokens: int, V: int, like: torch.Tensor) -> torch.Tensor:
@@ -34,10 +37,10 @@ def _buffer(tokens: int, V: int, like: torch.Tensor) -> torch.Tensor:
 
 def fused_pass(head: Head, need: Need) -> Gradients:
     """See passes.py. Gradients: hidden in the dtype of x; weight and bias in float32."""
-    x, w, bias, labels = head.x_RH, head.weight_VH, head.bias_V, head.labels_R
+    x, w, bias, labels = head.x, head.weight, head.bias, head.labels
     (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
     loss = torch.empty(R, dtype=wide, device=x.device)
-    lse = torch.empty_like(loss) if head.lse_R is None else head.lse_R
+    lse = torch.empty_like(loss) if head.lse is None else head.lse
     dx = torch.empty_like(x) if need.hidden else None
     # the first chunk writes them
     make = torch.empty if R else torch.zeros
@@ -55,7 +58,8 @@ def fused_pass(head: Head, need: Need) -> Gradients:
             torch.addmm(bias, x[part], w.t(), out=z)
         softmax_grad_(
             z, labels[part], loss[part], lse[part], head.settings,
-            gradient=any(need), known=head.lse_R is not None, scale_R=None if head.scale_R is None else head.scale_R[part],
+            gradient=any(need), known=head.lse is not None,
+            scale_R=None if head.scale is None else head.scale[part],
         )  # fmt: skip
         if dx is not None:
             torch.mm(z, w, out=dx[part])

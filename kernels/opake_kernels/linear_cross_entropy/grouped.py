@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ..fold import fold_groups, fold_rows, fold_shared
+from opake_kernels.fold import fold_groups, fold_rows, fold_shared
+
 from .chunked import chunked_pass
 from .fused import fused_pass
 from .passes import Gradients, Head, Need, Plan

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..checks import (
+from opake_kernels.checks import (
     autocast_to_compute_dtype,
     check_float,
     check_index,
@@ -22,9 +22,10 @@ from ..checks import (
     check_same_dtype,
     check_shape,
 )
-from ..cross_entropy import CrossEntropySettings, check_labels, cross_entropy_reference
-from ..fold import ROWS, SHARED, function_pair, transforms_active, values_readable
-from ..launch import DEBUG, uses_triton
+from opake_kernels.cross_entropy import CrossEntropySettings, check_labels, cross_entropy_reference
+from opake_kernels.fold import ROWS, SHARED, function_pair, transforms_active, values_readable
+from opake_kernels.launch import DEBUG, uses_triton
+
 from .chunked import DEFAULT_WIDTH
 from .grouped import by_tokens, run
 from .passes import Gradients, Need, Plan
@@ -47,12 +48,16 @@ def linear_cross_entropy_reference(
 
 
 def _reduced(losses: torch.Tensor, labels: torch.Tensor, groups: int, loss: CrossEntropySettings) -> Any:
-    """(loss, the factor of every token in it for each group)."""
-    each, counted = by_tokens(losses, groups), by_tokens(labels, groups) != loss.ignore_index
+    """(loss, the factor of every token in it for each group); the sum is rounded once."""
+    each = by_tokens(losses, groups)
     factor = losses.new_ones(losses.shape[:groups])
+    if loss.reduction == "none":
+        return losses, factor
+    total = each.sum(-1, dtype=losses.dtype if losses.device.type == "mps" else torch.float64)
     if loss.reduction == "mean":
-        factor = factor / counted.sum(-1).clamp(min=1)
-    return (losses if loss.reduction == "none" else each.sum(-1) * factor), factor
+        count = (by_tokens(labels, groups) != loss.ignore_index).sum(-1).clamp(min=1)
+        total, factor = total / count, factor / count
+    return total.to(losses.dtype), factor
 
 
 def _kept(gradient: torch.Tensor | None, like: torch.Tensor, groups: int) -> torch.Tensor:
@@ -157,9 +162,7 @@ def opake_linear_cross_entropy_loss(
     Raises TypeError (dtype), ValueError (shape, device, settings). A label out of range is a ValueError where looking
     costs no device read, else the loss of its token is NaN. Double backward and forward mode raise RuntimeError.
     """
-    loss = CrossEntropySettings.checked(
-        _OP, ignore_index, label_smoothing, logit_softcapping, logit_scale, reduction
-    )
+    loss = CrossEntropySettings.checked(_OP, ignore_index, label_smoothing, logit_softcapping, logit_scale, reduction)
     width = _width(chunk)
     check_float(_OP, hidden=hidden, weight=weight, **({} if bias is None else {"bias": bias}))
     check_index(_OP, labels=labels)

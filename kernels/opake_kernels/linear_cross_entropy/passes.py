@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..cross_entropy import CrossEntropySettings
+from opake_kernels.cross_entropy import CrossEntropySettings
 
 __all__ = ["Gradients", "Head", "Need", "Plan", "accumulator_dtype", "product_into"]
 
@@ -36,15 +36,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The arguments of a pass; `lse` is the result of an earlier pass over the same tokens, where there was one."""
+    """The arguments of a pass: x (R, H), weight (V, H), bias (V), and labels, lse and scale (R).
 
-    x_RH: torch.Tensor
-    weight_VH: torch.Tensor
-    bias_V: torch.Tensor | None
-    labels_R: torch.Tensor
+    `lse` is the result of an earlier pass over the same tokens, where there was one.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    labels: torch.Tensor
     settings: CrossEntropySettings
-    lse_R: torch.Tensor | None = None
-    scale_R: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
 
 
 class Gradients(NamedTuple):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ..cross_entropy import CrossEntropySettings
-from ..launch import jit, launch, next_power_of_2, tl
-from ..row_softmax import cap_scale, row_log_softmax_parts, softmax_grad
+from opake_kernels.cross_entropy import CrossEntropySettings
+from opake_kernels.launch import jit, launch, next_power_of_2, tl
+from opake_kernels.row_softmax import cap_scale, row_log_softmax_parts, softmax_grad
 
 __all__ = ["softmax_grad_"]
 
