@@ -9,7 +9,7 @@ names, and places that hold one tensor change together. Which tensors to put in 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +17,46 @@ from torch import nn
 
 
 class Places:
-    """The places of all parameters and buffers of some modules, and the tensors in them, each once, as of now."""
+    """The places of all parameters and buffers of some modules, and the tensors in them, each once, as of now.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        index: dict[int, int] = {}
+    `names` are the dotted names of the parameters below a single module, aliases included, with their index.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.names: dict[str, int] = {}
         self._places: list[tuple[dict[str, Any], str, int]] = []
-        for table, name, tensor in _walk(modules):
-            if id(tensor) not in index:
-                index[id(tensor)] = len(self.tensors)
+        self._walk(modules)
+
+    def _walk(self, modules: tuple[nn.Module, ...]) -> None:
+        # a stack and not `named_modules`, whose nested generators take ten times as long on a deep model
+        stack = [("", module) for module in reversed(modules)]
+        seen: set[int] = set()
+        index: dict[int, int] = {}
+        while stack:
+            prefix, module = stack.pop()
+            new = id(module) not in seen
+            seen.add(id(module))
+            # most modules of a deep model hold nothing themselves
+            if module._parameters:
+                self._take(prefix, module._parameters, index, new=new, named=True)
+            if module._buffers:
+                self._take(prefix, module._buffers, index, new=new, named=False)
+            if module._modules:
+                children = reversed(module._modules.items())
+                stack.extend([(f"{prefix}{name}.", child) for name, child in children if child is not None])
+
+    def _take(self, prefix: str, table: Any, index: dict[int, int], *, new: bool, named: bool) -> None:
+        for name, tensor in table.items():
+            if tensor is None:
+                continue
+            i = index.setdefault(id(tensor), len(self.tensors))
+            if i == len(self.tensors):
                 self.tensors.append(tensor)
-            self._places.append((table, name, index[id(tensor)]))
+            if new:
+                self._places.append((table, name, i))
+            if named:
+                self.names[prefix + name] = i
 
     @contextlib.contextmanager
     def holding(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -40,17 +69,3 @@ class Places:
         finally:
             for (table, name, _), held in zip(self._places, before, strict=True):
                 table[name] = held
-
-
-def _walk(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """(table, name, tensor) of every place, each place once."""
-    seen: set[int] = set()
-    for root in modules:
-        for module in root.modules():
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        yield table, name, tensor

@@ -316,13 +316,15 @@ def test_an_output_that_nothing_depends_on(rows):
     assert torch.equal(vmap(grad(loss), (None, 0))(b, rows)["b"], torch.ones(5, H))
 
 
-@pytest.mark.parametrize("where", ["closure", "global", "default"])
+@pytest.mark.parametrize("where", ["closure", "global", "default", "beside_a_module"])
 def test_a_captured_live_tensor_is_refused(rows, where):
     weight = torch.randn(H, H)
 
     def loss(w, x):
         if where == "closure":
             return remat(lambda h: h @ w, x).sum()
+        if where == "beside_a_module":
+            return remat(lambda module, h: module(h) @ w, nn.Identity(), x).sum()
         if where == "default":
             return remat(lambda h, w=w: h @ w, x).sum()
         scope = {"w": w}

@@ -18,7 +18,7 @@ from opake.checking.tiny import tiny_batch, tiny_model
 from opake.errors import EngineUnavailable
 from opake.functional import clipped_grad, make_functional, per_example_grads
 from opake.functional.batched_engine import causal_row_losses
-from opake.patches import apply_model_patches
+from opake.patches import apply_model_patches, restore
 from opake.patching.state import Applied, state_of
 from opake.patching.undo import Undo
 from opake.records import Record
@@ -194,17 +194,45 @@ def test_what_only_vmap_can_do(options, extra, text):
 
 
 def test_a_loss_or_rows_that_nothing_vouches_for():
-    model = axis_aware(built())
-    inner, f = model.get_base_model(), clipped_grad(model, clip_norm=1.0)
+    model, batch = axis_aware(built()), tiny_batch()
+    inner, f, params = model.get_base_model(), clipped_grad(model, clip_norm=1.0), trainable(model)
     causal = inner.loss_function
+    assert f(params, **batch).engine == "batched"
     inner.loss_function = lambda logits, labels, **kw: causal(logits, labels, **kw) * 2
-    assert "the loss of LlamaForCausalLM is not known per row" in f(trainable(model), **tiny_batch()).reason
+    assert "the loss of LlamaForCausalLM is not known per row" in f(params, **batch).reason
     inner.loss_function = causal
+    assert f(params, **batch).engine == "batched"
     inner.config.output_router_logits = True
-    assert "auxiliary loss" in f(trainable(model), **tiny_batch()).reason
+    assert "auxiliary loss" in f(params, **batch).reason
     inner.config.output_router_logits = False
     inner.add_module("bn", torch.nn.BatchNorm1d(3))
-    assert "mixes the rows" in f(trainable(model), **tiny_batch()).reason
+    assert "mixes the rows" in clipped_grad(model, clip_norm=1.0)(params, **batch).reason
+
+
+def test_the_choice_is_made_anew_when_the_model_is_patched_otherwise():
+    model = tiny_model("llama")
+    params = {"model.norm.weight": model.model.norm.weight}
+    apply_model_patches(model, rms_norm=True)
+    f = clipped_grad(model, clip_norm=1.0)
+    first = f(params, **tiny_batch())
+    restore(model)
+    apply_model_patches(model, rms_norm=False)
+    second = f(params, **tiny_batch())
+    assert (first.engine, second.engine) == ("batched", "vmap")
+    assert relative_error(first.grads, second.grads) < 5e-6
+
+
+def test_shared_rows_are_repeated():
+    model, batch = axis_aware(built()), tiny_batch()
+    batch["position_ids"] = torch.arange(batch["labels"].shape[1]) + 3
+    dims = {"position_ids": None}
+    got, want = (
+        per_example_grads(model, engine=e, in_dims=dims, microbatch_size=2)(trainable(model), **batch)
+        for e in ("batched", "vmap")
+    )
+    assert relative_error(got, want) < 5e-6
+    batch["position_ids"] = batch["position_ids"].expand(3, -1)
+    assert relative_error(per_example_grads(model, engine="batched")(trainable(model), **batch), want) < 5e-6
 
 
 def test_a_loss_that_offers_row_losses_is_taken():

@@ -30,7 +30,7 @@ def state(module):
 
 def test_each_tensor_once_and_each_place_filled():
     module = Shared()
-    places = Places([module, module.first])
+    places = Places(module, module.first)
     assert len(places.tensors) == 3
     new = [torch.zeros_like(t) for t in places.tensors]
     with places.holding(new):
@@ -44,7 +44,7 @@ def test_each_tensor_once_and_each_place_filled():
 def test_the_same_objects_are_back_afterwards(fails):
     module = Shared()
     before = state(module)
-    places = Places([module])
+    places = Places(module)
     new = [torch.zeros_like(t) for t in places.tensors]
     try:
         with places.holding(new), places.holding([t + 1 for t in new]):

@@ -60,16 +60,15 @@ def reach(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reach:
     handed_in = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.nn.Module)]
     if isinstance(owner, torch.nn.Module):
         return Reach((owner, *handed_in), None)
-    # a forward function called with its module: its closure holds decorators, and the module holds the tensors
-    if args and isinstance(args[0], torch.nn.Module):
-        return Reach(tuple(handed_in), None)
+    # the closure of a forward function that is called with its module holds decorators of all kinds
+    is_forward = bool(args) and isinstance(args[0], torch.nn.Module)
     modules, obstacles = list(handed_in), []
     for held in _captured(fn, set()):
         if isinstance(held, torch.nn.Module):
             modules.append(held)
         elif isinstance(held, torch.Tensor):
             obstacles.append(f"it captures a tensor of shape {tuple(held.shape)} that is differentiated or mapped")
-        else:
+        elif not is_forward:
             obstacles.append(f"it captures a {type(held).__module__}.{type(held).__qualname__}, which may hold tensors")
     return Reach(tuple(modules), obstacles[0] if obstacles else None)
 

@@ -65,7 +65,7 @@ class _Call:
     def __init__(
         self, fn: Callable, args: tuple, kwargs: Mapping[str, Any], modules: Sequence[torch.nn.Module], *, preserve_rng
     ) -> None:
-        self._fn, self._places = fn, Places(modules)
+        self._fn, self._places = fn, Places(*modules)
         leaves, self._spec = tree_flatten((self._places.tensors, args, kwargs))
         self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -8,6 +8,7 @@ It may only be offered where that is proved; `obstacle` asks for the proof and s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ def _loss_obstacle(inner: nn.Module, rows: Rows) -> str | None:
         return f"the loss of {type(inner).__name__} is not known per row"
     if named.get("labels") is None or "shift_labels" in named or "num_items_in_batch" in named:
         return f"per-row losses need labels and nothing else about the loss; the rows are {', '.join(named)}"
-    if getattr(getattr(inner, "config", None), "output_router_logits", False):
+    if adds_router_loss(inner):
         return "the router's auxiliary loss is part of the loss"
     return None
 
@@ -71,6 +72,16 @@ def _axis_obstacle(model: nn.Module, inner: nn.Module, params: Mapping[str, torc
     )
 
 
+def loss_of(inner: nn.Module) -> Any:
+    """The loss function object of a model, None if it has none."""
+    return getattr(inner, "loss_function", None)
+
+
+def adds_router_loss(inner: nn.Module) -> bool:
+    """Whether a mixture of experts adds its load-balancing loss to the loss, by its config."""
+    return bool(getattr(getattr(inner, "config", None), "output_router_logits", False))
+
+
 def row_losses_of(inner: nn.Module) -> Losses | None:
     """`(logits (B, T, V), labels (B, T)) -> (B,)` equal, row by row, to the model's own loss; None if unknown.
 
@@ -78,7 +89,7 @@ def row_losses_of(inner: nn.Module) -> Losses | None:
     """
     from opake.batching.loss import row_loss
 
-    current = getattr(inner, "loss_function", None)
+    current = loss_of(inner)
     return causal_row_losses if current is row_loss else getattr(current, "row_losses", None)
 
 

@@ -11,7 +11,7 @@ import torch
 from opake.errors import InputError, OptionTypeError
 from opake.functional.chunk import Engine
 from opake.functional.clipping import ClippedSum
-from opake.functional.engines import check_options, choose
+from opake.functional.engines import Chooser, check_options
 from opake.functional.per_example import concatenated
 from opake.functional.rows import Rows, check_microbatch_size
 from opake.functional.target import check_call, resolve
@@ -69,13 +69,14 @@ def clipped_grad(
     check_microbatch_size(microbatch_size)
     _check_clip_norm(clip_norm)
     resolved = resolve(target, has_aux)
+    choose = Chooser(resolved, engine, randomness, has_aux)
 
     def f(
         params: Mapping[str, torch.Tensor], /, *args: Any, row_weight: torch.Tensor | None = None, **kwargs: Any
     ) -> Any:
         rows = check_call(resolved, params, args, kwargs, in_dims)
         real = _real_rows(row_weight, rows.count)
-        choice = choose(resolved, params, rows, engine, randomness=randomness, has_aux=has_aux)
+        choice = choose(params, rows)
         sums = ClippedSum(params, clip_norm)
         norms, losses, clipped, nonfinite, aux = _accumulate(choice.run, sums, params, rows, real, microbatch_size)
         reason = f"{choice.reason}; {NO_CAPTURE if capture == 'auto' else 'capture=False was asked for'}"

@@ -17,10 +17,11 @@ from opake.errors import EngineUnavailable, InputError
 from opake.functional import batched_engine, vmap_engine
 from opake.functional.chunk import Engine
 from opake.functional.rows import Rows
-from opake.functional.target import Target
+from opake.functional.target import Target, current_report
 
 ENGINES = ("auto", "vmap", "batched")
 RANDOMNESS = ("different", "same", "error")
+PROOF = "every trainable parameter is consumed by an op that takes the example axis, and rows are independent"
 
 
 class Choice(NamedTuple):
@@ -43,27 +44,53 @@ def check_options(engine: str, randomness: str, capture: str | bool = "auto") ->
         raise InputError(f"capture is 'auto', True or False; got {capture!r}")
 
 
-def choose(
-    target: Target,
-    params: Mapping[str, torch.Tensor],
-    rows: Rows,
-    engine: str,
-    *,
-    randomness: str = "different",
-    has_aux: bool = False,
-) -> Choice:
-    """The engine for this call.
+class Chooser:
+    """Chooses the engine for each call of one target; the proof is made anew when what it rests on has changed.
 
-    Raises EngineUnavailable, with the reason, where `engine="batched"` cannot serve it.
+    That is the patch report (so also patching again, or restoring), the model's loss function and router loss, the
+    names of the trainable parameters, and which rows are given.
     """
-    on_vmap = vmap_engine.build(target, randomness)
-    if engine == "vmap":
-        return Choice(on_vmap, "vmap", "engine='vmap' was asked for")
-    obstacle = batched_engine.obstacle(target, params, rows, randomness=randomness, has_aux=has_aux)
-    if obstacle is None:
-        asked = "engine='batched' was asked for; " if engine == "batched" else ""
-        proof = "every trainable parameter is consumed by an op that takes the example axis, and rows are independent"
-        return Choice(batched_engine.build(target), "batched", asked + proof)
-    if engine == "batched":
-        raise EngineUnavailable(f"engine='batched' cannot serve {target.name}: {obstacle}; use engine='auto' or 'vmap'")
-    return Choice(on_vmap, "vmap", obstacle)
+
+    def __init__(self, target: Target, engine: str, randomness: str, has_aux: bool) -> None:
+        self._target, self._engine, self._randomness, self._has_aux = target, engine, randomness, has_aux
+        self._on_vmap = vmap_engine.build(target, randomness)
+        self._basis: tuple | None = None
+        self._choice: Choice | None = None
+
+    def __call__(self, params: Mapping[str, torch.Tensor], rows: Rows) -> Choice:
+        """The engine for this call; EngineUnavailable, with the reason, where `engine="batched"` cannot serve it."""
+        basis = self._rests_on(params, rows)
+        if self._choice is None or self._basis is None or not _same(self._basis, basis):
+            self._choice, self._basis = self._choose(params, rows), basis
+        return self._choice
+
+    def _rests_on(self, params: Mapping[str, torch.Tensor], rows: Rows) -> tuple:
+        model = self._target.model
+        if model is None:
+            return (None, None, None)
+        from opake.patching.target import locate
+
+        inner = locate(model).model
+        given = tuple(leaf is None for leaf in rows.leaves)
+        named = (*params, rows.spec, given, batched_engine.adds_router_loss(inner))
+        return (current_report(model), batched_engine.loss_of(inner), named)
+
+    def _choose(self, params: Mapping[str, torch.Tensor], rows: Rows) -> Choice:
+        if self._engine == "vmap":
+            return Choice(self._on_vmap, "vmap", "engine='vmap' was asked for")
+        obstacle = batched_engine.obstacle(
+            self._target, params, rows, randomness=self._randomness, has_aux=self._has_aux
+        )
+        if obstacle is None:
+            asked = "engine='batched' was asked for; " if self._engine == "batched" else ""
+            return Choice(batched_engine.build(self._target), "batched", asked + PROOF)
+        if self._engine == "batched":
+            raise EngineUnavailable(
+                f"engine='batched' cannot serve {self._target.name}: {obstacle}; use engine='auto' or 'vmap'"
+            )
+        return Choice(self._on_vmap, "vmap", obstacle)
+
+
+def _same(before: tuple, now: tuple) -> bool:
+    """The same report and loss objects, and equal names."""
+    return before[0] is now[0] and before[1] is now[1] and before[2] == now[2]

@@ -51,29 +51,26 @@ def in_place(module: torch.nn.Module, params: Mapping[str, torch.Tensor], *, wid
 
     wide: the tensors carry a leading axis that the module's own parameters do not have.
     """
-    given = _given(module, params, wide)
-    places = Places([module])
+    places = Places(module)
+    given = _given(type(module).__name__, places, params, wide)
     rest = (p.detach() if p.requires_grad else p for p in places.tensors)
-    with places.holding([given.get(id(p), own) for p, own in zip(places.tensors, rest, strict=True)]):
+    with places.holding([given.get(i, own) for i, own in enumerate(rest)]):
         yield
 
 
-def _given(module: torch.nn.Module, params: Mapping[str, torch.Tensor], wide: bool) -> dict[int, torch.Tensor]:
-    """{id of the module's own tensor: the one for it}, after every name and shape has been checked."""
-    kind, own = type(module).__name__, dict(module.named_parameters(remove_duplicate=False))
+def _given(kind: str, places: Places, params: Mapping[str, torch.Tensor], wide: bool) -> dict[int, torch.Tensor]:
+    """{index of the module's own tensor: the one for it}, after every name and shape has been checked."""
     given: dict[int, torch.Tensor] = {}
     for name, tensor in params.items():
-        if name not in own:
-            near = difflib.get_close_matches(name, own, n=1, cutoff=0)
-            raise InputError(
-                f"{kind} has no parameter {name!r}; " + (f"the nearest is {near[0]!r}" if near else "none")
-            )
-        shape = tensor.shape[1:] if wide else tensor.shape
-        if shape != own[name].shape:
-            raise InputError(
-                f"parameter {name!r} of {kind} has shape {tuple(own[name].shape)}, params has {tuple(shape)}"
-            )
-        if given.setdefault(id(own[name]), tensor) is not tensor:
-            first = next(other for other in params if own[other] is own[name])
+        if name not in places.names:
+            near = difflib.get_close_matches(name, places.names, n=1, cutoff=0)
+            hint = f"the nearest is {near[0]!r}" if near else "it has none"
+            raise InputError(f"{kind} has no parameter {name!r}; {hint}")
+        index = places.names[name]
+        own, shape = places.tensors[index].shape, tensor.shape[1:] if wide else tensor.shape
+        if shape != own:
+            raise InputError(f"parameter {name!r} of {kind} has shape {tuple(own)}, params has {tuple(shape)}")
+        if given.setdefault(index, tensor) is not tensor:
+            first = next(other for other in params if places.names[other] == index)
             raise InputError(f"{first!r} and {name!r} of {kind} are one tied tensor, but params has two for it")
     return given

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opake.errors import InputError
 from opake.functional.chunk import Engine
-from opake.functional.engines import check_options, choose
+from opake.functional.engines import Chooser, check_options
 from opake.functional.rows import Rows, check_microbatch_size
 from opake.functional.target import check_call, resolve
 
@@ -47,10 +47,11 @@ def per_example_grads(
     check_options(engine, randomness)
     check_microbatch_size(microbatch_size)
     resolved = resolve(target, has_aux)
+    choose = Chooser(resolved, engine, randomness, has_aux)
 
     def f(params: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
         rows = check_call(resolved, params, args, kwargs, in_dims)
-        choice = choose(resolved, params, rows, engine, randomness=randomness, has_aux=has_aux)
+        choice = choose(params, rows)
         if rows.count == 0:
             grads = {name: p.new_zeros((0, *p.shape)) for name, p in params.items()}
             return (grads, None) if has_aux else grads

@@ -41,9 +41,13 @@ class Rows:
         return tree_unflatten(leaves, self.spec)
 
     def leading(self) -> tuple[tuple, dict[str, Any]]:
-        """(args, kwargs) with every row dimension moved to the front."""
-        moved = [x if d is None else x.movedim(d, 0) for x, d in zip(self.leaves, self.dims, strict=True)]
-        return self.rebuild(moved)
+        """(args, kwargs) as one batch: every row dimension in front, and shared tensors repeated for each row."""
+        return self.rebuild([self._leading(x, d) for x, d in zip(self.leaves, self.dims, strict=True)])
+
+    def _leading(self, leaf: Any, dim: int | None) -> Any:
+        if dim is not None:
+            return leaf.movedim(dim, 0)
+        return leaf.expand(self.count, *leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
 
     def microbatches(self, size: int | None) -> Iterator[tuple[slice, Rows]]:
         """Consecutive pieces of at most `size` rows, with their place; the last may be smaller."""

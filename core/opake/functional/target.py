@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from opake.errors import InputError, OptionTypeError, PatchError
 from opake.functional.module import make_functional
 from opake.functional.nested import map_tensors, tensors_of
 from opake.functional.rows import Rows
+
+if TYPE_CHECKING:
+    from opake.patching.report import PatchReport
 
 Params = Mapping[str, torch.Tensor]
 
@@ -73,11 +76,18 @@ def require_patched(model: torch.nn.Module) -> None:
 
 def takes_loss_only(model: torch.nn.Module) -> bool:
     """Whether the model's forward was patched to give the loss without logits on `loss_only=True`."""
-    from opake.patching.engine import patch_report
+    report = current_report(model)
+    rows = () if report is None else report.rows
+    return any(row.flag == "fused_linear_cross_entropy" and row.state in ("applied", "already") for row in rows)
 
-    report = patch_report(model)
-    flag = "fused_linear_cross_entropy"
-    return report is not None and any(report.find(flag=flag, state=state) for state in ("applied", "already"))
+
+def current_report(model: torch.nn.Module) -> PatchReport | None:
+    """The very report object of the last `apply_model_patches`; None if the model is not patched."""
+    from opake.patching.state import state_of
+    from opake.patching.target import locate
+
+    state = state_of(locate(model).model)
+    return None if state is None else state.report
 
 
 def _function_loss(fn: Callable, has_aux: bool) -> Callable:
