@@ -14,7 +14,14 @@ import torch
 
 from .launch import jit, launch, tl, uses_triton
 
-__all__ = ["add_scaled_rows", "add_scaled_rows_reference", "row_square_sums", "row_square_sums_reference"]
+__all__ = [
+    "add_scaled_rows",
+    "add_scaled_rows_reference",
+    "release_tables",
+    "reserve_tables",
+    "row_square_sums",
+    "row_square_sums_reference",
+]
 
 CHUNK = 4096
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,8 +113,24 @@ def _layout(sizes: tuple[int, ...], device: torch.device) -> _Layout:
     return _layouts[key]
 
 
-# a captured graph copies the table again at each replay, so the host side must stay where it is
-_captured: list[torch.Tensor] = []
+# host memory for tables inside a graph capture, which may not allocate any; a replay copies from it again, so what a
+# graph was captured with stays where it is
+_reserved: list[torch.Tensor] = []
+
+
+def reserve_tables(count: int, length: int) -> list[torch.Tensor]:
+    """Pinned host memory for `count` tables of up to `length` tensors, to be used by the next graph capture.
+
+    The result must be kept as long as the graph; what the capture did not use is dropped with `release_tables`.
+    """
+    tables = [torch.empty(length, dtype=torch.int64, pin_memory=True) for _ in range(count)]
+    _reserved.extend(tables)
+    return tables
+
+
+def release_tables() -> None:
+    """Forget reserved tables that no capture took."""
+    _reserved.clear()
 
 
 def _addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -115,10 +138,13 @@ def _addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.T
     table = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64)
     if device.type != "cuda":
         return table
-    table = table.pin_memory()
     if torch.cuda.is_current_stream_capturing():
-        _captured.append(table)
-    return table.to(device, non_blocking=True)
+        if not _reserved:
+            raise RuntimeError("opake clip_sum: a graph capture needs tables from reserve_tables, taken before it")
+        pinned = _reserved.pop()[: len(tensors)]
+        pinned.copy_(table)
+        return pinned.to(device, non_blocking=True)
+    return table.pin_memory().to(device, non_blocking=True)
 
 
 def _by_dtype(grads: Sequence[torch.Tensor]) -> Iterator[list[int]]:
