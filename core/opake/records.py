@@ -178,6 +178,7 @@ class FuseQKV(ClassRecord):
     """Query, key and value projections of one input, computed in one call with their LoRA adapters."""
 
     flag: ClassVar[str] = "lora_qkv"
+    _through: ClassVar[str | None] = "lora.qkv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,7 @@ class FuseMLP(ClassRecord):
     """Gate, up and down projections and the activation between, in one call with their LoRA adapters."""
 
     flag: ClassVar[str] = "lora_mlp"
+    _through: ClassVar[str | None] = "lora.mlp"
 
 
 @dataclass(frozen=True, slots=True)

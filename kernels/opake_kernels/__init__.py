@@ -8,6 +8,7 @@ from .gated import (
     opake_relu_squared,
     opake_swiglu,
 )
+from .lora import opake_lora_mlp, opake_lora_qkv, opake_lora_w
 from .selective_log_softmax import opake_selective_log_softmax
 
 __all__ = [
@@ -15,6 +16,9 @@ __all__ = [
     "opake_gated_activation",
     "opake_geglu_approx",
     "opake_geglu_exact",
+    "opake_lora_mlp",
+    "opake_lora_qkv",
+    "opake_lora_w",
     "opake_relu_squared",
     "opake_selective_log_softmax",
     "opake_swiglu",

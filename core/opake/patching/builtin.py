@@ -191,6 +191,33 @@ class KVCache(ModelRecord):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LoraProjection(ModelRecord):
+    """Every linear layer with a LoRA adapter, base and adapter in one call; FuseQKV and FuseMLP go further."""
+
+    flag: ClassVar[str] = "lora_w"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        from opake.lora import w
+
+        return w.sites(model)
+
+    def fits(self, module: nn.Module) -> Skip | None:
+        from opake.lora import w
+
+        return w.fits(module)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.lora import w
+
+        return w.apply(module)
+
+    def axis_parameters(self, module: nn.Module) -> frozenset[str]:
+        from opake.lora import w
+
+        return w.axis_parameters(module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class NoDropout(ModelRecord):
     """Every dropout probability of the model set to zero until restore."""
 
@@ -208,7 +235,7 @@ def core_records(target: Target) -> list[Record]:
 
     around = target.wrappers
     first = (FoldedAttention, Masking, *REPAIRS, PerExampleLoss, RotaryTables, PaddingCheck)
-    return [kind(around) for kind in (*first, Rematerialise, NoDropout, KVCache, Batchify)]
+    return [kind(around) for kind in (*first, Rematerialise, NoDropout, KVCache, LoraProjection, Batchify)]
 
 
 def forget_registrations() -> None:

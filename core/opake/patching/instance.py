@@ -52,6 +52,21 @@ def wrap_method(owner: object, name: str, around: Method, where: str | None = No
     return put(owner, name, MethodType(method, owner), where=where)
 
 
+# the code of every method that `wrap_method` installs
+_METHOD = next(const for const in wrap_method.__code__.co_consts if isinstance(const, CodeType))
+
+
+def untouched(owner: object, name: str) -> bool:
+    """Whether `owner.name` is that of its class, at most under methods of ours: nobody else put one in its place."""
+    own = vars(owner).get(name)
+    if own is None:
+        return True
+    fn = getattr(own, "__func__", None) if getattr(own, "__self__", None) is owner else None
+    while fn is not None and fn.__code__ is _METHOD:
+        fn = fn.__wrapped__
+    return fn is getattr(type(owner), name)
+
+
 def rebind(fn: object, names: dict[str, Any], busy: tuple[FunctionType, ...] = ()) -> FunctionType | None:
     """A copy of `fn` that sees `names` instead of the module globals of those names; None if no layer of it uses any.
 

@@ -31,8 +31,8 @@ _acts_alike: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def fits(record: GatedMLP, module: nn.Module) -> Skip | None:
-    name = _function_name(module)
-    if name is None or _projections(module) is None:
+    name = function_name(module)
+    if name is None or projections(module) is None:
         return Skip(f"{type(module).__name__} is no gated MLP with {', '.join(SEPARATE)} or {', '.join(COMBINED)}")
     if activation_of(module) is None:
         return Skip(
@@ -51,7 +51,7 @@ def apply(record: GatedMLP, module: nn.Module) -> Undo:
 
 def activation_of(module: nn.Module) -> Activation | None:
     """The fused activation that equals the module's own on a few numbers, in float64."""
-    name = _function_name(module)
+    name = function_name(module)
     if name is None:
         return None
     x = numbers(64, dtype=torch.float64) * 4
@@ -73,11 +73,11 @@ def _forward(activation: Activation, inner: Callable[..., Any], self: Any, x: to
     return self.down_proj(opake_gated_activation(self.gate_proj(x), self.up_proj(x), activation=activation))
 
 
-def _function_name(module: nn.Module) -> str | None:
+def function_name(module: nn.Module) -> str | None:
     return next((name for name in FUNCTIONS if hasattr(module, name)), None)
 
 
-def _projections(module: nn.Module) -> tuple[str, ...] | None:
+def projections(module: nn.Module) -> tuple[str, ...] | None:
     for names in (SEPARATE, COMBINED):
         if all(name in module._modules for name in names):
             return names
@@ -86,7 +86,7 @@ def _projections(module: nn.Module) -> tuple[str, ...] | None:
 
 def _computes_a_gated_mlp(module: nn.Module) -> bool:
     """Run the class on a small stand-in and compare with ours."""
-    names, function = _projections(module), _function_name(module)
+    names, function = projections(module), function_name(module)
     assert names is not None
     assert function is not None
     wide = 12 if names is COMBINED else 6

@@ -92,7 +92,7 @@ def _all_given(grads: Sequence[Weight], Ws: Sequence[Any]) -> list[torch.Tensor]
 
 
 def projection_pair(name: str, count: int) -> Any:
-    """The pair of Functions for `count` projections: pair(x, W, A, B, bias, ..., groups, scalings) -> (*outputs, trace, Z)."""
+    """The Functions of `count` projections: pair(x, W, A, B, bias, ..., groups, scalings) -> (*outputs, trace, Z)."""
     kinds = [[1 + 4 * j + kind for j in range(count)] for kind in range(4)]
     return function_pair(
         name,

@@ -1,0 +1,161 @@
+"""What a PEFT layer would compute right now, as arguments of a fused op, or the reason why only PEFT can compute it.
+
+Asked at every forward, so it reads dictionaries and flags alone: `set_adapter`, `merge`, `disable_adapter`,
+`requires_grad_` and dropout change after patching. Every fact about PEFT's classes is in this file. Leaves out which
+layers belong together.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+# variants whose forward is that of plain LoRA
+PLAIN_VARIANTS = frozenset({"MiCALinearVariant"})
+# weights that functional_call or a transform puts in place are plain tensors; subclasses have arithmetic of their own
+PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+
+
+class Projection(NamedTuple):
+    """y = x W^T + (x A) B * scaling + bias; A and B are None for a base projection. `adapter`: its name in PEFT."""
+
+    W: torch.Tensor
+    A: torch.Tensor | None
+    B: torch.Tensor | None
+    scaling: float
+    bias: torch.Tensor | None
+    adapter: str | None = None
+
+
+@functools.cache
+def _classes() -> tuple[type, type, type]:
+    from peft.tuners.lora.layer import Linear, LoraLayer
+    from transformers.pytorch_utils import Conv1D
+
+    return Linear, LoraLayer, Conv1D
+
+
+def is_linear(module: object) -> bool:
+    """Whether this is exactly PEFT's LoRA around a linear layer; subclasses compute something else."""
+    return "peft.tuners.lora.layer" in sys.modules and type(module) is _classes()[0]
+
+
+def is_lora(module: object) -> bool:
+    """Whether this is any LoRA layer of PEFT."""
+    return "peft.tuners.lora.layer" in sys.modules and isinstance(module, _classes()[1])
+
+
+def read(module: Any, x: torch.Tensor | None = None) -> Projection | str:
+    """The projection that `module` computes for `x` (None: for any input it can take), or why it is not one."""
+    if type(module) is nn.Linear:
+        found = _base(module, module)
+    elif is_linear(module):
+        found = _lora(module)
+    else:
+        return f"it is a {type(module).__name__}"
+    return found if x is None or isinstance(found, str) else _taking(found, module, x)
+
+
+def _taking(found: Projection, module: Any, x: torch.Tensor) -> Projection | str:
+    W = found.W
+    if type(x) not in PLAIN_TENSORS:
+        return f"the input is a {type(x).__name__}"
+    if x.device != W.device:
+        return "the input is on another device than the weight"
+    if not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != W.dtype:
+            return "the input has another dtype than the weight"
+        if found.A is not None and found.A.dtype != x.dtype and not getattr(module, "cast_input_dtype_enabled", True):
+            return "casting of the input is disabled"
+    return found
+
+
+def _lora(module: Any) -> Projection | str:
+    children = module._modules
+    if module._disable_adapters:
+        return "adapters are disabled"
+    if module.merged_adapters:
+        return "adapters are merged"
+    factors = children["lora_A"]._modules
+    active = [name for name in module.active_adapters if name in factors]
+    base = _base(children["base_layer"], module)
+    if isinstance(base, str) or not active:
+        return base
+    if len(active) > 1:
+        return "several adapters are active"
+    return _with_adapter(module, base, active[0])
+
+
+def _with_adapter(module: Any, base: Projection, name: str) -> Projection | str:
+    children: dict[str, Any] = module._modules
+    variant = getattr(module, "lora_variant", {}).get(name)
+    if variant is not None and type(variant).__name__ not in PLAIN_VARIANTS:
+        return f"the adapter is a {type(variant).__name__}"
+    dropout = children["lora_dropout"]._modules[name]
+    if type(dropout) is not nn.Identity and not (
+        type(dropout) is nn.Dropout and (not dropout.training or not dropout.p)
+    ):
+        return "LoRA dropout is active"
+    down: Any = children["lora_A"]._modules[name]
+    up: Any = children["lora_B"]._modules[name]
+    if type(down) is not nn.Linear or type(up) is not nn.Linear:
+        return f"the adapter is made of {type(down).__name__} and {type(up).__name__}"
+    if hooked(dropout) or hooked(down) or hooked(up):
+        return "there is a hook inside the adapter"
+    A: Any = down._parameters["weight"]
+    B: Any = up._parameters["weight"]
+    extra = up._parameters["bias"]
+    if not _plain(A) or not _plain(B) or A.dim() not in (2, 3) or B.dim() not in (2, 3):
+        return "the adapter's weights are no plain matrices"
+    scaling, bias = module.scaling[name], base.bias
+    if extra is not None:
+        bias = extra * scaling if bias is None else bias + extra * scaling
+    return Projection(base.W, A.mT, B.mT, scaling, bias, name)
+
+
+def _base(layer: Any, module: nn.Module) -> Projection | str:
+    """The base projection of `module`, which may be `layer` itself."""
+    transposed = type(layer) is not nn.Linear
+    if transposed and type(layer) is not _classes()[2]:
+        return f"the base layer is a {type(layer).__name__}"
+    if getattr(module, "fan_in_fan_out", False) != transposed:
+        return "fan_in_fan_out contradicts the base layer"
+    W: Any = layer._parameters["weight"]
+    bias: Any = layer._parameters["bias"]
+    if not _plain(W) or W.dim() != 2 or not (bias is None or _plain(bias)):
+        return "the base weight is no plain matrix"
+    if W.requires_grad:
+        return "the base weight is trainable"
+    if bias is not None and (bias.requires_grad or bias.dim() != 1):
+        return "the base bias is trainable"
+    if layer is not module and hooked(layer):
+        return "there is a hook on the base layer"
+    return Projection(W.mT if transposed else W, None, None, 1.0, bias)
+
+
+def _plain(tensor: Any) -> bool:
+    return type(tensor) in PLAIN_TENSORS and tensor.is_floating_point()
+
+
+def hooked(module: Any) -> bool:
+    """Whether calling `module` runs anything besides the forward of its class: hooks, or a forward of its own."""
+    return bool(called_around(module)) or "forward" in vars(module)
+
+
+def called_around(module: Any) -> bool:
+    """Whether hooks run when `module` is called."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def parameters_of(projection: Projection | str, prefix: str = "") -> frozenset[str]:
+    """Names of the parameters, below the module, that the op takes with an example axis."""
+    if isinstance(projection, str) or projection.adapter is None:
+        return frozenset()
+    name = projection.adapter
+    return frozenset({f"{prefix}lora_A.{name}.weight", f"{prefix}lora_B.{name}.weight", f"{prefix}lora_B.{name}.bias"})
