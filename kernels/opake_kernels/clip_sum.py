@@ -29,7 +29,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def row_square_sums_reference(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """Plain PyTorch twin of `row_square_sums`."""
-    return torch.stack([g.double().flatten(1).square().sum(1) for g in grads]).sum(0)
+    return torch.stack([g.unsqueeze(-1).double().square().flatten(1).sum(1) for g in grads]).sum(0)
 
 
 def add_scaled_rows_reference(
@@ -49,7 +49,7 @@ def _square_kernel(
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     which = tl.load(OWNER + chunk)
     size, start = tl.load(SIZES + which), tl.load(START + chunk)
-    base = tl.load(GRADS + which).to(tl.pointer_type(DTYPE)) + row * size
+    base = tl.load(GRADS + which).to(tl.pointer_type(DTYPE)) + row * size  # pyright: ignore[reportArgumentType]
     total = tl.zeros((BLOCK,), tl.float64)
     for i in range(0, CHUNK, BLOCK):
         at = start + i + tl.arange(0, BLOCK)
@@ -75,7 +75,7 @@ def _add_kernel(
     chunk = tl.program_id(0)
     which = tl.load(OWNER + chunk)
     size, start = tl.load(SIZES + which), tl.load(START + chunk)
-    base = tl.load(GRADS + which).to(tl.pointer_type(DTYPE))
+    base = tl.load(GRADS + which).to(tl.pointer_type(DTYPE))  # pyright: ignore[reportArgumentType]
     out = tl.load(TOTALS + which).to(tl.pointer_type(tl.float32))
     for i in range(0, CHUNK, BLOCK):
         at = start + i + tl.arange(0, BLOCK)
@@ -139,8 +139,6 @@ def _addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.T
     if device.type != "cuda":
         return table
     if torch.cuda.is_current_stream_capturing():
-        if not _reserved:
-            raise RuntimeError("opake clip_sum: a graph capture needs tables from reserve_tables, taken before it")
         pinned = _reserved.pop()[: len(tensors)]
         pinned.copy_(table)
         return pinned.to(device, non_blocking=True)
@@ -154,6 +152,9 @@ def _by_dtype(grads: Sequence[torch.Tensor]) -> Iterator[list[int]]:
 
 def _fused(grads: Sequence[torch.Tensor]) -> bool:
     first = grads[0]
+    if first.is_cuda and torch.cuda.is_current_stream_capturing() and not _reserved:
+        # somebody else's capture: there is no host memory that would outlive it
+        return False
     return uses_triton(first) and all(
         g.dtype in _DTYPES and g.device == first.device and g.is_contiguous() for g in grads
     )

@@ -56,6 +56,15 @@ def test_what_the_kernel_does_not_take_goes_to_the_twin(device: str) -> None:
         torch.testing.assert_close(total, g.sum(0))
 
 
+def test_scalars(device: str) -> None:
+    grads = [torch.tensor([1.0, 2.0], device=device), torch.tensor([[3.0], [4.0]], device=device)]
+    assert row_square_sums(grads).tolist() == [10.0, 20.0]
+    assert row_square_sums_reference(grads).tolist() == [10.0, 20.0]
+    totals = [torch.zeros((), device=device), torch.zeros(1, device=device)]
+    add_scaled_rows(totals, grads, torch.ones(2, device=device), torch.tensor([False, True], device=device))
+    assert [float(t) for t in totals] == [1.0, 3.0]
+
+
 def test_no_rows(device: str) -> None:
     grads = [torch.zeros(0, 3, device=device)]
     assert row_square_sums(grads).shape == (0,)

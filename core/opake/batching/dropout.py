@@ -19,6 +19,15 @@ def apply(model: nn.Module) -> Undo:
     return Undo(changes)
 
 
+def active(model: nn.Module) -> bool:
+    """Whether any module would drop something if it ran now."""
+    for module in model.modules():
+        names = ["p"] if isinstance(module, KINDS) else _probabilities(module)
+        if module.training and any(vars(module)[name] != 0 for name in names):
+            return True
+    return False
+
+
 def _probabilities(module: nn.Module) -> list[str]:
     """Attributes such as `attention_dropout` or `layerdrop` that hold a probability."""
     return [

@@ -9,14 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from opake.errors import InputError, OptionTypeError
-from opake.functional.chunk import Engine
-from opake.functional.clipping import ClippedSum
 from opake.functional.engines import Chooser, check_options
-from opake.functional.per_example import concatenated
-from opake.functional.rows import Rows, check_microbatch_size
+from opake.functional.rows import check_microbatch_size
+from opake.functional.steps import Steps
 from opake.functional.target import check_call, resolve
-
-NO_CAPTURE = "no capture: CUDA graph capture is not built yet"
 
 
 class ClippedGrad(NamedTuple):
@@ -55,7 +51,10 @@ def clipped_grad(
 
     clip_norm: C > 0; `math.inf` does not clip.
     microbatch_size: at most so many rows' gradients, (b, P), are alive at a time, besides one float32 sum.
-    capture: "auto" or False; True raises EngineUnavailable until it is built.
+    capture: whether a microbatch step is replayed from a CUDA graph, from its second time on. "auto" does so on CUDA
+        for a model; True for a function too (what it reads besides its arguments is then frozen), and raises
+        EngineUnavailable with the reason where it cannot be done. Microbatches are padded to one size. A graph keeps
+        the memory of a step.
     row_weight: (B,), 1 for rows and 0 for padding rows, which add nothing and are not counted.
     has_aux: `f` returns `(ClippedGrad, aux)`.
 
@@ -70,6 +69,7 @@ def clipped_grad(
     _check_clip_norm(clip_norm)
     resolved = resolve(target, has_aux)
     choose = Chooser(resolved, engine, randomness, has_aux)
+    steps = Steps(resolved, clip_norm, microbatch_size, capture, has_aux)
 
     def f(
         params: Mapping[str, torch.Tensor], /, *args: Any, row_weight: torch.Tensor | None = None, **kwargs: Any
@@ -77,41 +77,14 @@ def clipped_grad(
         rows = check_call(resolved, params, args, kwargs, in_dims)
         real = _real_rows(row_weight, rows.count)
         choice = choose(params, rows)
-        sums = ClippedSum(params, clip_norm)
-        norms, losses, clipped, nonfinite, aux = _accumulate(choice.run, sums, params, rows, real, microbatch_size)
-        reason = f"{choice.reason}; {NO_CAPTURE if capture == 'auto' else 'capture=False was asked for'}"
-        out = ClippedGrad(sums.result(), norms, losses, clipped, nonfinite, choice.name, reason)
-        return (out, aux) if has_aux else out
+        done = steps(choice, params, rows, real)
+        reason = f"{choice.reason}; {done.reason}"
+        out = ClippedGrad(done.grads, done.norms, done.losses, done.clipped, done.nonfinite, choice.name, reason)
+        return (out, done.aux) if has_aux else out
 
     name = getattr(target, "__name__", type(target).__name__)
     f.__name__ = f.__qualname__ = f"clipped_grad({name})"
     return f
-
-
-def _accumulate(
-    run: Engine,
-    sums: ClippedSum,
-    params: Mapping[str, torch.Tensor],
-    rows: Rows,
-    real: torch.Tensor | None,
-    size: int | None,
-) -> tuple[Any, ...]:
-    """Feed every microbatch into `sums`: norms, losses, the two counts, aux."""
-    device = next(iter(params.values())).device
-    norms, losses, parts = [], [], []
-    clipped, nonfinite = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
-    for place, piece in rows.microbatches(size):
-        chunk = run(params, piece)
-        part = None if real is None else real[place].to(device)
-        row_norms, over, lost = sums.add(chunk.grads, part)
-        loss = chunk.losses.float().to(device)
-        norms.append(row_norms)
-        losses.append(loss if part is None else loss.masked_fill(~part, 0))
-        clipped, nonfinite = clipped + over, nonfinite + lost
-        parts.append(chunk.aux)
-    if not parts:
-        return (*(torch.zeros(0, device=device) for _ in range(2)), clipped, nonfinite, None)
-    return torch.cat(norms), torch.cat(losses), clipped, nonfinite, concatenated(parts)
 
 
 def _check_clip_norm(clip_norm: float) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from opake_kernels.clip_sum import add_scaled_rows, row_square_sums
+
 # elements of a slice: what a CPU's cache holds; a GPU takes 16 times as many, to be busy
 _SLICE, _GPU_SLICES = 1 << 20, 16
 # room below C for the rounding of the products, and of the sum of squares where there is no float64
@@ -34,10 +36,16 @@ class ClippedSum:
 
         real: (b,) bool, False for padding rows, which count for nothing; None if all are real.
         """
-        norms = row_norms(grads.values())
+        fused = all(g.is_cuda for g in grads.values())
+        if fused:
+            grads.update((name, g.contiguous()) for name, g in list(grads.items()))
+        norms = row_square_sums(list(grads.values())).sqrt() if fused else row_norms(grads.values())
         finite = torch.isfinite(norms)
         kept = finite if real is None else finite & real
         scale = clip_scale(norms, self._clip_norm).masked_fill(~kept, 0)
+        if fused:
+            add_scaled_rows([self._total(name) for name in grads], list(grads.values()), scale, ~kept)
+            grads.clear()
         for name in list(grads):
             self._add_rows(self._total(name), grads.pop(name), scale, ~kept)
         lost = ~finite if real is None else ~finite & real
@@ -62,9 +70,16 @@ class ClippedSum:
             product = (piece * factor).masked_fill_(gone, 0)
             total.narrow(0, start, piece.shape[1]).add_(product.sum(0))
 
-    def result(self) -> dict[str, torch.Tensor]:
-        """The sums in the dtypes of the parameters."""
-        return {name: cast_toward_zero(self._total(name), p.dtype) for name, p in self._params.items()}
+    def reset(self) -> None:
+        """Start again at zero, in the same memory."""
+        for total in self._sums.values():
+            total.zero_()
+
+    def result(self, *, keep: bool = False) -> dict[str, torch.Tensor]:
+        """The sums in the dtypes of the parameters; `keep` leaves the running sums to this object."""
+        sums = {name: self._total(name) for name in self._params}
+        cast = {name: cast_toward_zero(total, self._params[name].dtype) for name, total in sums.items()}
+        return {name: c.clone() if keep and c is sums[name] else c for name, c in cast.items()}
 
 
 def row_norms(grads: Iterable[torch.Tensor]) -> torch.Tensor:
