@@ -230,3 +230,15 @@ def masking_module() -> str:
     from transformers import masking_utils
 
     return masking_utils.__name__
+
+
+def experts_functions() -> MutableMapping[str, Any]:
+    """The process-wide table behind `ExpertsInterface.register`."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    return ExpertsInterface._global_mapping
+
+
+def experts_name(experts: Any) -> str | None:
+    """The implementation that the config of an experts module selects."""
+    return getattr(experts.config, "_experts_implementation", None)

@@ -73,15 +73,17 @@ def check_family(model_type: str) -> Outcome:
 def relative_error(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
     """Largest deviation of a parameter's gradients, relative to its largest gradient.
 
-    A parameter whose gradients are rounding noise is measured against 1e-4 of the model's largest gradient instead.
+    Small gradients are measured against 1e-4 of the model's largest gradient instead; those that are zero but for
+    rounding, such as that of a key bias, against the largest itself.
     """
     largest = max(float(grad.abs().max()) for grad in wanted.values())
-    if set(got) != set(wanted):
+    if set(got) != set(wanted) or largest == 0:
         return float("inf")
-    errors = [
-        float((got[name] - grad).abs().max()) / (float(grad.abs().max()) + 1e-4 * largest)
-        for name, grad in wanted.items()
-    ]
+    errors = []
+    for name, grad in wanted.items():
+        own = float(grad.abs().max())
+        scale = largest if own < 1e-6 * largest else own + 1e-4 * largest
+        errors.append(float((got[name] - grad).abs().max()) / scale)
     # a comparison with NaN is false, so `max` alone could hide one
     return max(errors) if all(error < float("inf") for error in errors) else float("inf")
 
@@ -90,10 +92,13 @@ def loop_grads(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dic
     """{name: (rows, *shape)}: the gradient of each row alone, by ordinary backward passes of one row."""
     import torch
 
+    from opake import hf
+
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    options = {"use_cache": False} if hf.takes_use_cache(model, type(model).forward) else {}
     rows = []
     for i in range(len(batch["input_ids"])):
-        loss = model(**{name: tensor[i : i + 1] for name, tensor in batch.items()}, use_cache=False).loss
+        loss = model(**{name: tensor[i : i + 1] for name, tensor in batch.items()}, **options).loss
         rows.append(torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True))
     return {name: torch.stack(grads) for name, grads in zip(parameters, zip(*rows, strict=True), strict=True)}
 
@@ -105,16 +110,16 @@ def _check(model_type: str, outcome: Outcome) -> None:
     stock = tiny_model(model_type)
     model = copy.deepcopy(stock)
     outcome.model, outcome.attention = type(model).__name__, str(model.config._attn_implementation)
-    before = _attributes(model)
+    before = attributes(model)
     for case, (padding, flags) in CASES.items():
         batch = tiny_batch(padding=padding)
         apply_model_patches(model, **flags)
-        error = relative_error(_vmap_grads(model, batch), loop_grads(stock, batch))
+        error = relative_error(vmap_grads(model, batch), loop_grads(stock, batch))
         restore(model)
         outcome.errors[case] = error
         if not error <= TOLERANCE:
             outcome.failures.append(f"{case}: relative error {error:.1e} is above {TOLERANCE:.0e}")
-    left = _differences(before, _attributes(model))
+    left = differences(before, attributes(model))
     outcome.restored = not left
     if left:
         outcome.failures.append(f"restore left {', '.join(left[:3])}" + (" and more" if len(left) > 3 else ""))
@@ -136,14 +141,14 @@ def _check_plan(model_type: str, outcome: Outcome) -> None:
             outcome.failures.append(f"{row.record} ({row.source}): {absent.reason}")
 
 
-def _vmap_grads(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def vmap_grads(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     from opake.functional import per_example_grads
 
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return per_example_grads(model, engine="vmap")(trainable, **batch)
 
 
-def _attributes(model: torch.nn.Module) -> dict[str, Any]:
+def attributes(model: torch.nn.Module) -> dict[str, Any]:
     """Every instance attribute of every module, and every entry of those that are dictionaries (hooks, buffers)."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -155,7 +160,7 @@ def _attributes(model: torch.nn.Module) -> dict[str, Any]:
     return found | {f"config.{key}": value for key, value in vars(config).items()}
 
 
-def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     missing = object()
     return [name for name in {**before, **after} if not _same(before.get(name, missing), after.get(name, missing))]
 

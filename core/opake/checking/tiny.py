@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from opake.checking.peculiar import OVERRIDES
 from opake.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 24),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "linear_num_value_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "index_n_heads", "num_kv_heads"), 2),
@@ -62,7 +64,7 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
         raise InputError(f"the installed Transformers has no model_type {model_type!r}")
     cls = CONFIG_MAPPING[model_type]
     try:
-        return cls(**{**_shrunk(cls()), **overrides})
+        return cls(**_merged(_merged(_shrunk(cls()), OVERRIDES.get(model_type, {})), overrides))
     except Exception as error:
         raise InputError(
             f"{cls.__name__} refuses the tiny sizes derived for it: {type(error).__name__}: {error};"
@@ -82,6 +84,9 @@ def tiny_model(
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(model_type, **overrides) if isinstance(model_type, str) else model_type
+    if isinstance(model_type, str) and hasattr(config, "is_decoder"):
+        # an encoder such as BERT is a causal language model only as a decoder
+        config.is_decoder = overrides.get("is_decoder", True)
     if attention is None and getattr(config, "attn_logit_softcapping", None):
         attention = "eager"
     chosen = {"attn_implementation": attention} if attention else {}
@@ -132,6 +137,16 @@ def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
         if have.get(name):
             small[name] = _shrunk(getattr(config, name))
     return small
+
+
+def _merged(sizes: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` set over `sizes`, entry by entry where both have a nested config."""
+    nested = {key: _merged(sizes[key], value) for key, value in over.items() if _is_config(sizes.get(key), value)}
+    return {**sizes, **over, **nested}
+
+
+def _is_config(before: Any, over: Any) -> bool:
+    return isinstance(before, dict) and isinstance(over, dict)
 
 
 def _layers(config: PreTrainedConfig, have: dict[str, Any]) -> dict[str, Any]:

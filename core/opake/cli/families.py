@@ -27,12 +27,15 @@ def list_families(
     Reads packaging metadata only: no plugin, PyTorch or Transformers is imported (with --all, Transformers is).
     """
     rows = [_as_dict(claim) for claim in registry.listed()]
+    head = ("model_type", "status", "source", "version", "module")
     if everything:
-        rows += _generic({row["name"] for row in rows})
+        known = {row["name"] for row in rows}
+        rows = [{**row, "reason": ""} for row in rows] + _generic(known)
+        head = (*head, "reason")
     if as_json:
         json_out(rows)
     else:
-        table("families", ("model_type", "status", "source", "version", "module"), [tuple(r.values()) for r in rows])
+        table("families", head, [tuple(r.values()) for r in rows])
 
 
 @app.command("show", epilog=examples("families show llama", "families show llama --json"))
@@ -120,11 +123,29 @@ def _as_dict(claim: registry.Claim) -> dict[str, Any]:
 
 
 def _generic(known: set[str]) -> list[dict[str, Any]]:
+    """The causal language models without a family, each with the answer that was recorded for it."""
     from importlib.metadata import version
 
     from transformers.models.auto import modeling_auto
 
+    from opake.checking import answers
+
     models = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    rest = sorted(set(models) - known)
-    where = {"status": "generic", "source": "transformers", "version": version("transformers")}
-    return [{"name": name, **where, "module": str(models[name])} for name in rest]
+    installed = version("transformers")
+    tested = answers.for_version(installed)
+    rows = []
+    for name in sorted(set(models) - known):
+        status, reason = _told(tested.types.get(name), tested.transformers, installed)
+        where = {"status": status, "source": "transformers", "version": installed, "module": str(models[name])}
+        rows.append({"name": name, **where, "reason": reason})
+    return rows
+
+
+def _told(answer: Any, tested: str, installed: str) -> tuple[str, str]:
+    """Status and reason of a model type without a family."""
+    elsewhere = "" if tested == installed else f" on transformers {tested}; the installed {installed} was not tested"
+    if answer is None:
+        return "not tried", f"no answer is recorded{elsewhere or f' for transformers {tested}'}"
+    if not answer.proven:
+        return "not supported", answer.reason + (f" ({elsewhere.strip()})" if elsewhere else "")
+    return "generic", f"proven{elsewhere or f' on transformers {tested}'}{answer.note and f', {answer.note}'}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from opake.records import Undo
+from opake.records import Skip, Undo
 
 from .builtin import ModelRecord
 
@@ -70,6 +70,28 @@ class RouterLoss(ModelRecord):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class EagerExperts(ModelRecord):
+    """Experts that stock computes one by one after looking which were chosen, computed together inside transforms."""
+
+    flag: ClassVar[str] = "moe"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        from opake.experts import eager
+
+        return eager.sites(model)
+
+    def fits(self, module: nn.Module) -> Skip | None:
+        from opake.experts import eager
+
+        return eager.fits(module)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.experts import eager
+
+        return eager.apply(module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class OldFunctions(ModelRecord):
     """Autograd functions of the old form, given the form that transforms ask for."""
 
@@ -86,4 +108,4 @@ class OldFunctions(ModelRecord):
         return functions.apply(module)
 
 
-REPAIRS = (MaskBuilders, RecurrentMasks, RouterLoss, OldFunctions)
+REPAIRS = (MaskBuilders, RecurrentMasks, RouterLoss, EagerExperts, OldFunctions)
