@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from .launch import jit, tl
+from .precise import precise_exp, precise_sigmoid
 
 __all__ = ["ACTIVATIONS", "Activation", "activate", "activate_grad", "activation_for"]
 
@@ -82,14 +83,6 @@ def activation_for(activation: str | Activation) -> Activation:
 
 
 @jit
-def _sigmoid(y):
-    """(s, s (1 - s)) without overflow, and without the cancellation of 1 - s for large y."""
-    e = tl.exp(-tl.abs(y))
-    r = 1.0 / (1.0 + e)
-    return tl.where(y >= 0.0, r, e * r), e * r * r
-
-
-@jit
 def _normal_cdf(x):
     """(cdf, pdf) of the standard normal by one exponential; absolute error 1e-7 (Abramowitz & Stegun 7.1.26)."""
     e = tl.exp(-0.5 * x * x)
@@ -103,7 +96,7 @@ def _normal_cdf(x):
 def activate(x, alpha, KIND: tl.constexpr):
     """act(x) in fp32."""
     if KIND == "silu":
-        s, _ = _sigmoid(alpha * x)  # pyright: ignore
+        s, _ = precise_sigmoid(alpha * x)  # pyright: ignore
         return x * s
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -112,7 +105,7 @@ def activate(x, alpha, KIND: tl.constexpr):
         return x * cdf
     elif KIND == "gelu_tanh":
         # 0.5 x (1 + tanh z) = x sigmoid(2 z), without the cancellation
-        s, _ = _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))  # pyright: ignore
+        s, _ = precise_sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))  # pyright: ignore
         return x * s
     elif KIND == "relu":
         return tl.where(x <= 0.0, 0.0, x)
@@ -125,16 +118,16 @@ def activate(x, alpha, KIND: tl.constexpr):
 def activate_grad(x, alpha, KIND: tl.constexpr):
     """(act(x), act'(x)) in fp32."""
     if KIND == "silu":
-        s, ds = _sigmoid(alpha * x)  # pyright: ignore
+        s, ds = precise_sigmoid(alpha * x)  # pyright: ignore
         return x * s, s + alpha * x * ds
     elif KIND == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        return x * cdf, cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return x * cdf, cdf + x * 0.3989422804014327 * precise_exp(-0.5 * x * x)
     elif KIND == "gelu_short":
         cdf, pdf = _normal_cdf(x)  # pyright: ignore
         return x * cdf, cdf + x * pdf
     elif KIND == "gelu_tanh":
-        s, ds = _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))  # pyright: ignore
+        s, ds = precise_sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))  # pyright: ignore
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
         return x * s, s + x * ds * slope
     elif KIND == "relu":

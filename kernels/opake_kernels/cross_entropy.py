@@ -1,8 +1,9 @@
 """Cross-entropy over a vocabulary of any size: one pass over the logits forward, one backward, the logits left intact.
 
-Forward keeps the log of the sum of exponentials of each row; backward recomputes the softmax from it and writes a new
-gradient. Reduction happens on the device and per group, so under vmap every example has its own denominator. Leaves out
-the head's matrix product (linear_cross_entropy) and the shift of labels (the model's loss function).
+Forward keeps the logsumexp of each row, in two parts that lose nothing to a common offset; backward recomputes the
+softmax from it and writes a new gradient. Reduction happens on the device and per group, so under vmap every example
+has its own denominator. Leaves out the head's matrix product (linear_cross_entropy) and the shift of labels (the
+model's loss function).
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ def _token_kernel(
     L, Y, LOSS, LSE, V, inner, outer, step, ignore, scale, cap, smoothing,
     CAP: tl.constexpr, SMOOTH: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: the loss of one token, and its logsumexp."""
+    """One row a program: the loss of one token, and the two parts of its logsumexp."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(Y + row)
     if y == ignore:
         tl.store(LOSS + row, 0.0)
-        tl.store(LSE + row, 0.0)
+        tl.store(LSE + row * 2 + tl.arange(0, 2), tl.zeros((2,), tl.float32))
     else:
         start = (row // inner) * outer + (row % inner) * step
         top, log_sum, total = row_log_softmax_parts(L, start, V, scale, cap, CAP, SMOOTH, T, W)  # pyright: ignore
@@ -88,7 +89,8 @@ def _token_kernel(
             z = (1.0 - smoothing) * z + smoothing * (total / V)
         loss = (top - z) + log_sum
         tl.store(LOSS + row, tl.where(valid, loss, float("nan")))
-        tl.store(LSE + row, top + log_sum)
+        tl.store(LSE + row * 2, top)
+        tl.store(LSE + row * 2 + 1, log_sum)
 
 
 @jit(do_not_specialize=["R"])
@@ -135,7 +137,7 @@ def _backward_kernel(
             else:
                 tl.store(D + aligned + at + lane, zero, mask=(lane >= shift - at) & (lane < end - at))
     else:
-        lse = tl.load(LSE + row)
+        top, log_sum = tl.load(LSE + row * 2), tl.load(LSE + row * 2 + 1)
         group = program // NB // R if REDUCED else row
         g = tl.load(G + group) * tl.load(WEIGHT + group) if REDUCED else tl.load(G + group)
         g = tl.where((y >= 0) & (y < V), g, float("nan"))
@@ -147,11 +149,11 @@ def _backward_kernel(
             hit = lane == (label - at).to(tl.int32)
             if (at >= shift) & (at + BLOCK <= end):
                 x = tl.load(source + at + lane)
-                tl.store(out, softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP, SMOOTH))
+                tl.store(out, softmax_grad(x, top, g, hit, scale, cap, smoothing, V, CAP, SMOOTH, log_sum))
             else:
                 inside = (lane >= shift - at) & (lane < end - at)
                 x = tl.load(source + at + lane, mask=inside, other=0.0)
-                tl.store(out, softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP, SMOOTH), mask=inside)
+                tl.store(out, softmax_grad(x, top, g, hit, scale, cap, smoothing, V, CAP, SMOOTH, log_sum), mask=inside)
 
 
 def check_labels(op: str, labels: torch.Tensor, V: int, ignore_index: int) -> None:
@@ -164,11 +166,11 @@ def check_labels(op: str, labels: torch.Tensor, V: int, ignore_index: int) -> No
 
 
 def _tokens(logits: torch.Tensor, labels: torch.Tensor, settings: CrossEntropySettings) -> Any:
-    """(losses, lse), both shaped like `labels`, fp32."""
+    """Losses shaped like `labels`, and the two parts of their logsumexp in a last dimension of two; fp32."""
     if DEBUG:
         check_labels("opake_cross_entropy_loss", labels, logits.shape[-1], settings.ignore_index)
     loss = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
-    lse = torch.empty_like(loss)
+    lse = torch.empty((*labels.shape, 2), dtype=torch.float32, device=logits.device)
     x, inner, outer, step = row_strides(logits)
     launch(
         _token_kernel, (labels.numel(),), x, x, labels, loss, lse, x.shape[-1], inner, outer, step,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 __all__ = ["SHORT_ROAD", "eagerly", "short_apply", "transforms_active", "values_readable"]
 
@@ -38,10 +38,19 @@ except ImportError:
     SHORT_ROAD = False
 
 
+try:
+    # what torch.compile makes of Python frames on this thread; None outside compiled code
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback as _compiler_at_work
+except ImportError:
+
+    def _compiler_at_work() -> Any:
+        return sys.modules.get("torch._dynamo")
+
+
 def eagerly(fn: Callable[..., Any], *args: Any) -> Any:
     """`fn(*args)`, kept out of `torch.compile` where that is at work, in this frame or in one further up."""
-    if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
-        # imported only once the compiler is
+    if torch.compiler.is_compiling() or _compiler_at_work() is not None:
+        # imported here, so that the compiler is only where it is used
         from .compiled import outside_graph
 
         return outside_graph(fn, *args)
@@ -85,7 +94,7 @@ def short_apply(cls: Any) -> Callable[..., Any]:
     def apply(*given: Any) -> Any:
         args = _map(unwrap_if_dead, given)
         if not transforms_active():
-            return plain(*args)
+            return plain(*args) if _recorded(args) else cls.forward(*args)
         interpreter = retrieve_current_functorch_interpreter()
         kind = interpreter.key()
         if kind == TransformType.Vmap:
@@ -95,6 +104,13 @@ def short_apply(cls: Any) -> Callable[..., Any]:
         return cls.apply(*args)
 
     return apply
+
+
+def _recorded(args: list[Any]) -> bool:
+    """Whether autograd has anything to do with a call on these arguments."""
+    if getattr(forward_ad, "_current_level", 0) >= 0:
+        return True
+    return torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
 
 
 def _through_vmap(cls: Any, apply: Callable[..., Any], interpreter: Any, args: list[Any]) -> Any:

@@ -46,11 +46,11 @@ def _halves(gate_up: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, tor
 
 
 @jit
-def _load_halves(G, U, start, C, GATED: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
+def _load_halves(G, U, start, C, WIDE, GATED: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
     if PAIRED:
         # gate and up alternate: one wide read, then split in registers
         cols = start * 2 + tl.arange(0, 2 * BLOCK)
-        both = tl.load(G + cols, mask=cols < 2 * C, other=0.0).to(tl.float32)
+        both = tl.load(G + cols, mask=cols < WIDE, other=0.0).to(tl.float32)
         g, u = tl.split(tl.reshape(both, (BLOCK, 2)))
     else:
         cols = start + tl.arange(0, BLOCK)
@@ -61,13 +61,13 @@ def _load_halves(G, U, start, C, GATED: tl.constexpr, PAIRED: tl.constexpr, BLOC
 
 @jit
 def _forward_kernel(
-    G, U, H, C, NB, row_g, row_u, row_h, alpha, limit, offset,
+    G, U, H, C, WIDE, NB, row_g, row_u, row_h, alpha, limit, offset,
     KIND: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     # divided in 32 bits, addressed in 64
     row, start = (program // NB).to(tl.int64), (program % NB).to(tl.int64) * BLOCK
-    g, u = _load_halves(G + row * row_g, U + row * row_u, start, C, GATED, PAIRED, BLOCK)  # pyright: ignore
+    g, u = _load_halves(G + row * row_g, U + row * row_u, start, C, WIDE, GATED, PAIRED, BLOCK)  # pyright: ignore
     if CLAMP:
         # where, not minimum: a NaN stays one
         g = tl.where(g > limit, limit, g)
@@ -81,7 +81,7 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    D, G, U, DG, DU, C, NB, row_d, row_g, row_u, row_dg, row_du, alpha, limit, offset,
+    D, G, U, DG, DU, C, WIDE, NB, row_d, row_g, row_u, row_dg, row_du, alpha, limit, offset,
     KIND: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, CLAMP: tl.constexpr,
     NEED_G: tl.constexpr, NEED_U: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def _backward_kernel(
     cols = start + tl.arange(0, BLOCK)
     mask = cols < C
     d = tl.load(D + row * row_d + cols, mask=mask, other=0.0).to(tl.float32)
-    g, u = _load_halves(G + row * row_g, U + row * row_u, start, C, GATED, PAIRED, BLOCK)  # pyright: ignore
+    g, u = _load_halves(G + row * row_g, U + row * row_u, start, C, WIDE, GATED, PAIRED, BLOCK)  # pyright: ignore
     inside_g, inside_u = g <= limit, (u <= limit) & (u >= -limit)
     if CLAMP:
         g = tl.where(g > limit, limit, g)
@@ -105,7 +105,7 @@ def _backward_kernel(
         dg, du = tl.where(inside_g, dg, 0.0), tl.where(inside_u, du, 0.0)
     if PAIRED:
         pair_cols = start * 2 + tl.arange(0, 2 * BLOCK)
-        tl.store(DG + row * row_dg + pair_cols, tl.interleave(dg, du), mask=pair_cols < 2 * C)
+        tl.store(DG + row * row_dg + pair_cols, tl.interleave(dg, du), mask=pair_cols < WIDE)
     else:
         if NEED_G:
             tl.store(DG + row * row_dg + cols, dg, mask=mask)
@@ -157,7 +157,7 @@ def _launch_forward(gate: torch.Tensor, up: torch.Tensor | None, act: Activation
     block, warps = _block(C)
     NB = cdiv(C, block)
     launch(
-        _forward_kernel, (R * NB,), g, g, u, h, C, NB, *(_row_stride(t, R) for t in (g, u, h)),
+        _forward_kernel, (R * NB,), g, g, u, h, C, 2 * C, NB, *(_row_stride(t, R) for t in (g, u, h)),
         act.alpha, act.limit, act.offset, **_constants(act, gate), GATED=up is not None or paired, PAIRED=paired,
         BLOCK=block, num_warps=warps,
     )  # fmt: skip
@@ -183,7 +183,7 @@ def _launch_backward(
     block, warps = _block(C)
     NB = cdiv(C, block)
     launch(
-        _backward_kernel, (R * NB,), d, d, g, u, first, last, C, NB,
+        _backward_kernel, (R * NB,), d, d, g, u, first, last, C, 2 * C, NB,
         *(_row_stride(t, R) for t in (d, g, u, first, last)), act.alpha, act.limit, act.offset, **_constants(act, gate),
         GATED=up is not None or paired, PAIRED=paired, NEED_G=dg is not None, NEED_U=du is not None,
         BLOCK=block, num_warps=warps,

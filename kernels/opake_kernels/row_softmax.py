@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from .launch import jit, next_power_of_2, tl
+from .precise import precise_exp, precise_log, precise_tanh
 
 __all__ = [
     "aligned_start",
@@ -25,19 +26,12 @@ __all__ = [
 
 
 @jit
-def _tanh(y):
-    # the rational form cancels near zero: a series serves there
-    q = y * y
-    series = y * (1.0 + q * (-0.3333333333 + q * (0.1333333333 + q * (-0.05396825397 + q * 0.02186948854))))
-    return tl.where(q < 0.09, series, 2.0 * tl.sigmoid(2.0 * y) - 1.0)
-
-
-@jit
 def cap_scale(x, scale, cap, CAP: tl.constexpr):
     """scale * x, then cap * tanh(. / cap) (soft cap: Gemma 2, arXiv 2408.00118)."""
     z = x.to(tl.float32) * scale
     if CAP:
-        z = cap * _tanh(z / cap)
+        # 16-bit logits do not carry what the precise form adds
+        z = cap * (precise_tanh(z / cap) if x.dtype == tl.float32 else 2.0 * tl.sigmoid(2.0 * z / cap) - 1.0)
     return z
 
 
@@ -47,7 +41,8 @@ def cap_scale_grad(x, scale, cap, CAP: tl.constexpr):
     slope = scale
     if CAP:
         # 1 - tanh^2 without its cancellation near the cap
-        e = tl.exp(-2.0 * tl.abs(x.to(tl.float32) * scale / cap))
+        y = -2.0 * tl.abs(x.to(tl.float32) * scale / cap)
+        e = precise_exp(y) if x.dtype == tl.float32 else tl.exp(y)
         slope = scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
     return slope
 
@@ -105,7 +100,7 @@ def row_log_softmax_parts(
 
     top = tl.max(m, 0)
     safe = tl.where(top == -float("inf"), 0.0, top)
-    return safe, tl.log(tl.sum(s * tl.exp(m - safe), 0)), tl.sum(total, 0)
+    return safe, precise_log(tl.sum(s * tl.exp(m - safe), 0)), tl.sum(total, 0)
 
 
 @jit
@@ -118,10 +113,13 @@ def row_logsumexp(
 
 
 @jit
-def softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP: tl.constexpr, SMOOTH: tl.constexpr):
-    """g times the derivative of the cross-entropy of a row by its logits x; `hit` marks the label's column."""
+def softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP: tl.constexpr, SMOOTH: tl.constexpr, log_sum=0.0):
+    """g times the derivative of the cross-entropy of a row by its logits x; `hit` marks the label's column.
+
+    The logsumexp is lse + log_sum: apart, as row_log_softmax_parts gives them, nothing is lost to a common offset.
+    """
     z = cap_scale(x, scale, cap, CAP)
-    d = tl.exp(z - lse)
+    d = tl.exp((z - lse) - log_sum)
     if SMOOTH:
         d = d - smoothing / V
         d = tl.where(hit, d - (1.0 - smoothing), d)
@@ -143,5 +141,5 @@ def grad_tile(logits: torch.Tensor) -> dict[str, int]:
     V = logits.shape[-1]
     block = min(2048, max(256, next_power_of_2(V + W - 1)))
     # a run of tiles hides the reads of label and logsumexp; few rows are split so that every multiprocessor has work
-    tiles = 16 if logits.numel() >= 2**24 else 1
+    tiles = 4 if logits.numel() >= 2**24 else 1
     return {"BLOCK": block, "W": W, "TILES": tiles, "num_warps": max(block // 512, 1)}

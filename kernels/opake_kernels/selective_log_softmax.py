@@ -14,7 +14,7 @@ from .checks import check_float, check_index, check_same_device, check_shape
 from .cross_entropy import check_labels
 from .fold import ROWS, function_pair, values_readable
 from .launch import DEBUG, cdiv, jit, launch, next_power_of_2, tl, uses_triton
-from .row_softmax import aligned_start, grad_tile, row_logsumexp, row_tile
+from .row_softmax import aligned_start, grad_tile, row_log_softmax_parts, row_tile
 from .strided_rows import row_strides
 
 __all__ = ["opake_selective_log_softmax", "selective_log_softmax_reference"]
@@ -39,19 +39,20 @@ def _forward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = (row // inner) * outer + (row % inner) * step
-    lse, _ = row_logsumexp(L, start, V, 1.0, 0.0, False, False, T, W)  # pyright: ignore
-    tl.store(LSE + row, lse)
+    top, log_sum, _ = row_log_softmax_parts(L, start, V, 1.0, 0.0, False, False, T, W)  # pyright: ignore
+    tl.store(LSE + row * 2, top)
+    tl.store(LSE + row * 2 + 1, log_sum)
     k = tl.arange(0, KB)
     index = tl.load(I + row * K + k, mask=k < K, other=-1)
     valid = (index >= 0) & (index < V)
     z = tl.load(L + start + tl.where(valid, index, 0), mask=valid, other=0.0).to(tl.float32)
-    tl.store(OUT + row * K + k, tl.where(valid, z - lse, float("nan")), mask=k < K)
+    tl.store(OUT + row * K + k, tl.where(valid, (z - top) - log_sum, float("nan")), mask=k < K)
 
 
 @jit
-def _chosen_grad(x, lse, total, I, G, K, shift, at, lane):
+def _chosen_grad(x, top, log_sum, total, I, G, K, shift, at, lane):
     """sum_k g_k (onehot_k - softmax) on one tile; `total` is the sum of g_k, NaN with an index out of range."""
-    d = -total * tl.exp(x.to(tl.float32) - lse)
+    d = -total * tl.exp((x.to(tl.float32) - top) - log_sum)
     for k in range(K):
         index = tl.load(I + k)
         d += tl.where(lane == (index + shift - at).to(tl.int32), tl.load(G + k).to(tl.float32), 0.0)
@@ -67,7 +68,7 @@ def _backward_kernel(
     program = tl.program_id(0)
     row = (program // NB).to(tl.int64)
     aligned, shift = aligned_start(row * V, W)  # pyright: ignore
-    lse = tl.load(LSE + row)
+    top, log_sum = tl.load(LSE + row * 2), tl.load(LSE + row * 2 + 1)
     total = 0.0
     for k in range(K):
         index = tl.load(I + row * K + k)
@@ -82,11 +83,11 @@ def _backward_kernel(
         out = D + aligned + at + lane
         if (at >= shift) & (at + BLOCK <= end):
             x = tl.load(source + at + lane)
-            tl.store(out, _chosen_grad(x, lse, total, I + row * K, G + row * K, K, shift, at, lane))
+            tl.store(out, _chosen_grad(x, top, log_sum, total, I + row * K, G + row * K, K, shift, at, lane))
         else:
             inside = (lane >= shift - at) & (lane < end - at)
             x = tl.load(source + at + lane, mask=inside, other=0.0)
-            d = _chosen_grad(x, lse, total, I + row * K, G + row * K, K, shift, at, lane)
+            d = _chosen_grad(x, top, log_sum, total, I + row * K, G + row * K, K, shift, at, lane)
             tl.store(out, d, mask=inside)
 
 
@@ -94,11 +95,11 @@ def _forward(logits: torch.Tensor, indices: torch.Tensor, groups: int, dtype: to
     if DEBUG:
         check_labels("opake_selective_log_softmax", indices, logits.shape[-1], _NEVER)
     out = torch.empty(indices.shape, dtype=dtype, device=logits.device)
-    lse = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
+    lse = torch.empty((*logits.shape[:-1], 2), dtype=torch.float32, device=logits.device)
     x, inner, outer, step = row_strides(logits)
     K = indices.shape[-1]
     launch(
-        _forward_kernel, (lse.numel(),), x, x, indices.contiguous(), out, lse, x.shape[-1], K, inner, outer, step,
+        _forward_kernel, (lse.numel() // 2,), x, x, indices.contiguous(), out, lse, x.shape[-1], K, inner, outer, step,
         KB=next_power_of_2(K), **row_tile(x),
     )  # fmt: skip
     return out, lse
@@ -112,7 +113,7 @@ def _backward(grads: Any, saved: Any, need: Any, groups: int, dtype: torch.dtype
     tile = grad_tile(d)
     NB = cdiv(V + tile["W"] - 1, tile["BLOCK"] * tile["TILES"])
     launch(
-        _backward_kernel, (lse.numel() * NB,), x, x, indices.contiguous(), lse.contiguous(), g.contiguous(), d,
+        _backward_kernel, (lse.numel() // 2 * NB,), x, x, indices.contiguous(), lse.contiguous(), g.contiguous(), d,
         V, indices.shape[-1], NB, inner, outer, step, DENSE=x.is_contiguous(), **tile,
     )  # fmt: skip
     return [d, None]

@@ -9,7 +9,7 @@ from opake_kernels import opake_cross_entropy_loss, opake_swiglu
 pytestmark = [
     # the compiler's own look at the leaves of a graph
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning"),
 ]
 
 

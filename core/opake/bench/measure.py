@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,13 +101,18 @@ def captured(fn: Callable[[], Any]) -> Callable[[], Any]:
 
 def python_cost(op: Op, case: Case, mapped: bool, more: int = 4) -> float:
     """Microseconds of wall time that one further call of `op`, forward and backward, costs."""
-    args = case.arguments(True)
+    n = len(case.in_dims)
 
     def times(count: int) -> float:
-        def repeated(*inner: Any) -> Any:
-            return tuple(o for _ in range(count) for o in _tuple(op(*inner)))
+        # every call has arguments of its own, so that no gradients are added up
+        args = tuple(a for _ in range(count) for a in case.arguments(True))
 
-        fn = per_example(repeated, case, args) if mapped else plain(repeated, args, case.diff)
+        def repeated(*inner: Any) -> Any:
+            return tuple(o for i in range(count) for o in _tuple(op(*inner[i * n : i * n + n])))
+
+        diff = tuple(i * n + d for i in range(count) for d in case.diff)
+        many = replace(case, diff=diff, in_dims=case.in_dims * count)
+        fn = per_example(repeated, many, args) if mapped else plain(repeated, args, diff)
         samples = []
         for _ in range(60):
             torch.cuda.synchronize()
