@@ -78,7 +78,8 @@ class Capturer:
         try:
             made = self._graphs[key] = self._record(body, rows, real)
         except Exception as error:  # whatever a kernel or a module objects to, the eager step still serves
-            self._graphs[key] = self.reason = f"not captured: {type(error).__name__}: {str(error).splitlines()[0]}"
+            root = _first(error)
+            self._graphs[key] = self.reason = f"not captured: {type(root).__name__}: {str(root).splitlines()[0]}"
             return body(rows, real)
         self.reason = "captured in a CUDA graph"
         return made(rows, real)
@@ -99,6 +100,13 @@ class Capturer:
         finally:
             release_tables()
         return Graph(graph, leaves, still, outputs, tables)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that spoiled a capture; ending the capture raises another one on top of it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def key_of(model: torch.nn.Module, params: Mapping[str, torch.Tensor], rows: Rows, *rest: Hashable) -> Hashable:
