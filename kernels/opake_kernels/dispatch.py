@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
 
-__all__ = ["SHORT_ROAD", "eagerly", "short_apply", "transforms_active", "values_readable"]
+__all__ = ["SHORT_ROAD", "alive", "eagerly", "short_apply", "transforms_active", "values_readable"]
 
 try:
     from torch._C._functorch import (
@@ -71,6 +72,11 @@ def transforms_active() -> bool:
 def values_readable() -> bool:
     """False where the values of a tensor may not be looked at: inside a transform, or under compilation."""
     return not torch.compiler.is_compiling() and not transforms_active()
+
+
+def alive(tensors: Any) -> list[Any]:
+    """The tensors, freed of the wrappers of transforms that have ended (a pull-back called outside its `vjp`)."""
+    return _map(unwrap_if_dead, tensors) if SHORT_ROAD else list(unwrap_dead_wrappers(tuple(tensors)))
 
 
 def _map(fn: Callable[[torch.Tensor], Any], args: Any) -> list[Any]:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from .dispatch import eagerly, short_apply, transforms_active, values_readable
+from .dispatch import alive, eagerly, short_apply, transforms_active, values_readable
 
 __all__ = [
     "ROWS",
@@ -174,12 +174,17 @@ def function_pair(
             nothing: list[torch.Tensor | None] = [None] * (n_in + len(ctx.settings))
             if all(g is None for g in grads[:outputs]):
                 return tuple(nothing)
-            mask = sum(1 << i for i in range(n_in) if need[i])
-            found = eagerly(apply_backward, *grads[:outputs], *ctx.saved_tensors, mask, *ctx.settings)
-            found = iter(found if isinstance(found, tuple) else (found,))
-            for i, shape in enumerate(ctx.shapes):
+            need = need[:n_in]
+            if torch.is_grad_enabled() or transforms_active():
+                mask = sum(1 << i for i in range(n_in) if need[i])
+                packed = eagerly(apply_backward, *grads[:outputs], *ctx.saved_tensors, mask, *ctx.settings)
+                packed = iter(packed if isinstance(packed, tuple) else (packed,))
+                found: Any = [next(packed) if wanted else None for wanted in need]
+            else:
+                # an ordinary backward records nothing: no Function needed
+                found = eagerly(backward, alive(grads[:outputs]), alive(ctx.saved_tensors), need, *ctx.settings)
+            for i, (grad, shape) in enumerate(zip(found, ctx.shapes, strict=True)):
                 if need[i]:
-                    grad = next(found)
                     nothing[i] = grad if shape is None else sum_to_shape(grad, shape)
             return tuple(nothing)
 

@@ -132,6 +132,12 @@ def test_transforms_combined(interleaved, device, check_transforms):
     check_transforms(op, _twin("silu", interleaved=interleaved), [torch.randn(2, 6, device=device)], (0,))
 
 
+def test_pull_back_called_outside_its_transform(device):
+    gate, up, ct = torch.randn(3, 2, 5, device=device)
+    pulled = [torch.func.vjp(f, gate, up)[1](ct) for f in (opake_swiglu, _twin("silu"))]
+    torch.testing.assert_close(*pulled)
+
+
 def test_zero_examples(device):
     gate = torch.randn(0, 2, 5, device=device)
     grads = torch.func.vmap(torch.func.grad(lambda g, u: opake_swiglu(g, u).sum(), (0, 1)))(gate, gate)
