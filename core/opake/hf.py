@@ -75,6 +75,23 @@ def wrapped(model: nn.Module) -> nn.Module | None:
     return inner
 
 
+def output_embeddings(model: nn.Module) -> nn.Module | None:
+    """The module that turns hidden states into logits, None if the model has none."""
+    try:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+    return head if isinstance(head, nn.Module) else None
+
+
+def wrapped_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers inside a wrapper of PEFT's: the base layer of an adapter, or the copies of `modules_to_save`."""
+    held = module._modules
+    copies = held.get("modules_to_save")
+    layers = [held.get("original_module"), held.get("base_layer"), *(copies.children() if copies is not None else ())]
+    return [layer for layer in layers if layer is not None]
+
+
 def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Parameters of `fn` through its decorators; remembered as long as `fn` lives, since forwards ask at every call."""
     found = _signatures.get(fn)
@@ -191,6 +208,13 @@ def causal_loss() -> Callable[..., Any]:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     return ForCausalLMLoss
+
+
+def masked_loss() -> Callable[..., Any]:
+    """Transformers' loss of masked language models."""
+    from transformers.loss.loss_utils import ForMaskedLMLoss
+
+    return ForMaskedLMLoss
 
 
 @functools.cache

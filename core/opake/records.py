@@ -171,6 +171,7 @@ class LinearCrossEntropy(ClassRecord):
     """Loss straight from hidden states when a call asks for `loss_only=True`; other calls run as they are."""
 
     flag: ClassVar[str] = "fused_linear_cross_entropy"
+    _through: ClassVar[str | None] = "lm_head.wrapper"
 
 
 @dataclass(frozen=True, slots=True)

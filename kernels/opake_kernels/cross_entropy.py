@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .checks import check_float, check_index, check_same_device, check_shape
 from .fold import ROWS, fold_groups, function_pair, values_readable
@@ -255,6 +256,10 @@ def opake_cross_entropy_loss(
     costs no device read (CPU outside transforms, or anywhere under OPAKE_DEBUG=1), else the loss of its token is NaN.
     Raises TypeError (dtype), ValueError (shape, device, settings).
     """
+    if has_torch_function_variadic(logits, labels):
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+        options |= {"logit_softcapping": logit_softcapping, "logit_scale": logit_scale}
+        return handle_torch_function(opake_cross_entropy_loss, (logits, labels), logits, labels, **options)
     op = "opake_cross_entropy_loss"
     settings = CrossEntropySettings.checked(
         op, ignore_index, label_smoothing, logit_softcapping, logit_scale, reduction

@@ -199,6 +199,8 @@ def function_pair(
             return apply_forward(*tensors, groups + 1, *settings), 0
 
     Forward.__name__ = Forward.__qualname__ = name
+    # the node that a graph shows for the op
+    Forward._backward_cls.__name__ = f"{name}Backward"  # pyright: ignore[reportAttributeAccessIssue]
     Backward.__name__ = Backward.__qualname__ = f"{name}_backward"
     apply_forward, apply_backward = short_apply(Forward), short_apply(Backward)
 

@@ -28,7 +28,9 @@ from .strided_rows import invert, memory_order, row_strides
 __all__ = ["rms_backward", "rms_forward"]
 
 # beyond this a row no longer fits the registers of one program together with its gradient
-_WIDEST_TILE = 8192
+_WIDEST_TILE = 16384
+# bytes of x and dy that a multiprocessor should have asked for at any time
+_IN_FLIGHT = 48 * 2**10
 _WIDE_BLOCK = 4096
 _WIDE_DW = (4, 512, 4, 1, 4)
 # a dense tensor needs no strides; saying so with None lets the compiler know the alignment of its rows
@@ -44,21 +46,29 @@ def _tile(C: int) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=256)
-def _backward_tile(C: int) -> tuple[int, int, int, int, int]:
+def _backward_tile(C: int, itemsize: int, tensors: int, room: int) -> tuple[int, int, int, int, int]:
     """(rows, block, warps, stages, programs for each multiprocessor) of the backward loop over rows.
 
-    Three stages keep two rows on their way while one is worked on; 16 warps a multiprocessor all find room.
+    Three stages keep two tiles of each of the `tensors` on their way through shared memory (`room` bytes) while one is
+    worked on, more where that is less than 48 KiB of x and dy; two stages are slower than none.
     """
     block = next_power_of_2(C)
-    rows = 1 if block >= 1024 else 2048 // block
-    warps = min(max(2, rows * block // 512), 16)
-    return rows, block, warps, 3, max(1, 16 // warps)
+    rows = max(1, 2048 // block)
+    warps = min(rows * block // 512, 16)
+    size = rows * block * itemsize
+    programs = 1 if block >= 4096 else 16 // warps
+    stages = max(3, 1 + cdiv(_IN_FLIGHT, 2 * size * programs))
+    return rows, block, warps, stages if (stages - 1) * tensors * size <= room else 1, programs
 
 
 @lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    # the interpreter gets two, so that a sum over programs is exercised there as well
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+def _card(device: torch.device) -> tuple[int, int]:
+    """(multiprocessors, bytes of shared memory for one program)."""
+    if device.type != "cuda":
+        # the interpreter gets two, so that a sum over programs is exercised there as well
+        return 2, 2**20
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 2**16) - 2**12
 
 
 def _share(R: int, G: int, rows: int, programs: int) -> tuple[int, int]:
@@ -76,14 +86,21 @@ def _rows(x: torch.Tensor | None) -> tuple[Any, ...]:
     return (x, *_DENSE) if strides == [1, x.shape[-1], 0] else (x, *strides)
 
 
+def _dense(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An empty dense tensor of this shape, by the shorter call where there is one."""
+    if x.dtype == dtype and x.is_contiguous():
+        return torch.empty_like(x)
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
 def _weight(weight: torch.Tensor | None, groups: int, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    """(1 | G, C) with unit column stride, and the step from group to group (0: shared)."""
+    """(C,) or (G, C) with unit column stride, and the step from group to group (0: shared)."""
     if weight is None:
         return None, 0
-    w = fold_shared(weight, groups, x)
+    w = fold_shared(weight, groups, x) if groups else weight
     if w.stride(-1) != 1:
         w = w.contiguous()
-    return w, 0 if w.shape[0] == 1 else w.stride(0)
+    return w, w.stride(0) if groups and w.shape[0] > 1 else 0
 
 
 def rms_forward(
@@ -104,8 +121,8 @@ def rms_forward(
         dtype = total = torch.promote_types(x.dtype, residual.dtype)
     if weight is not None and round_first:
         dtype = torch.promote_types(total, weight.dtype)
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    s = None if residual is None else torch.empty(x.shape, dtype=total, device=x.device)
+    y = _dense(x, dtype)
+    s = None if residual is None else _dense(x, total)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if y.numel():
         _launch_forward(x, residual, weight, y, s, rstd, groups, eps, offset, round_first)
@@ -148,10 +165,11 @@ def rms_backward(
     if order is not None:
         x, dy, rstd = x.permute(order), dy.permute(order), rstd.permute(order[:-1])
         dsum = None if dsum is None else dsum.permute(order)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
+    dx = _dense(x, x.dtype) if need_dx else None
     dw = None
     if weight is not None and need_dw:
-        dw = torch.empty((*x.shape[:groups], x.shape[-1]), dtype=weight.dtype, device=x.device)
+        shape = (*x.shape[:groups], x.shape[-1])
+        dw = torch.empty(shape, dtype=weight.dtype, device=x.device) if groups else torch.empty_like(weight)
     if x.numel():
         _launch_backward(dy, x, weight, rstd.contiguous(), dsum, dx, dw, groups, offset)
     elif dw is not None:
@@ -165,9 +183,11 @@ def _launch_backward(dy, x, weight, rstd, dsum, dx, dw, groups, offset) -> None:
     at, *x_rows = _rows(x)
     dy, *dy_rows = _rows(dy)
     ds, *ds_rows = _rows(dsum)
-    wide = C > _WIDEST_TILE
-    tile, block, warps, stages, waves = _WIDE_DW if wide else _backward_tile(C)
-    per_program, programs = _share(rows // G, G, tile, waves * _multiprocessors(x.device))
+    wide, (multiprocessors, room) = C > _WIDEST_TILE, _card(x.device)
+    tensors, itemsize = 2 if ds is None else 3, max(x.element_size(), dy.element_size())
+    tile, block, warps, stages, wave = _WIDE_DW if wide else _backward_tile(C, itemsize, tensors, room)
+    # without dw to add up, many short programs end together better than few long ones
+    per_program, programs = _share(rows // G, G, tile, multiprocessors * (wave if dw is not None else 256 // warps))
     part = dw
     if dw is not None and programs > 1:
         part = torch.empty((G * programs, C), dtype=torch.float32, device=x.device)

@@ -20,7 +20,7 @@ from .launch import cdiv, jit, launch, next_power_of_2, tl
 __all__ = ["Layout", "rotate"]
 
 # pairs of columns in one program, and in one program for each head
-_TILE, _TILE_HEAD = 4096, 1024
+_TILE, _TILE_HEAD = 2048, 1024
 
 
 @lru_cache(maxsize=1024)
@@ -139,6 +139,8 @@ def _fold(x: torch.Tensor, groups: int) -> torch.Tensor:
 def _like(x: torch.Tensor, by_token: bool) -> torch.Tensor:
     """A dense (A, N, T, D) tensor, in memory as (A, T, N, D) if `by_token`."""
     A, N, T, D = x.shape
+    if x.stride() == ((T * N * D, D, N * D, 1) if by_token else (N * T * D, T * D, D, 1)):
+        return torch.empty_like(x)
     if by_token:
         return torch.empty((A, T, N, D), dtype=x.dtype, device=x.device).transpose(1, 2)
     return torch.empty((A, N, T, D), dtype=x.dtype, device=x.device)
@@ -146,16 +148,17 @@ def _like(x: torch.Tensor, by_token: bool) -> torch.Tensor:
 
 def _tables(cos: torch.Tensor, sin: torch.Tensor, groups: int, like: torch.Tensor) -> tuple[Any, Any, int, int, int]:
     """cos and sin with one set of strides (group, row, token); 0 where a table serves all."""
-    cos, sin = fold_shared(cos, groups, like), fold_shared(sin, groups, like)
-    if cos.shape != sin.shape:
-        # one of them is mapped by a vmap and the other is not
-        shape = torch.broadcast_shapes(cos.shape, sin.shape)
-        cos, sin = cos.expand(shape), sin.expand(shape)
+    if groups:
+        cos, sin = fold_shared(cos, groups, like), fold_shared(sin, groups, like)
+        if cos.shape != sin.shape:
+            # one of them is mapped by a vmap and the other is not
+            shape = torch.broadcast_shapes(cos.shape, sin.shape)
+            cos, sin = cos.expand(shape), sin.expand(shape)
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    G, B, _, _ = cos.shape
-    g, b, t, _ = cos.stride()
-    return cos, sin, g if G > 1 else 0, b if B > 1 else 0, t
+    strides = cos.stride()
+    group = strides[0] if groups and cos.shape[0] > 1 else 0
+    return cos, sin, group, strides[-3] if cos.shape[-3] > 1 else 0, strides[-2]
 
 
 def rotate(x, y, cos, sin, groups, layout, inverse):

@@ -96,7 +96,8 @@ def _without_packing(kwargs: dict[str, Any]) -> None:
 
 def _remove(out: Any, name: str = "") -> Any:
     """`out` without its batch dimension of one, in every tensor, tuple, list and mapping; caches are left alone."""
-    if isinstance(out, torch.Tensor):
+    # a tensor, or what stands for one
+    if hasattr(type(out), "__torch_function__"):
         return out if name in FLAT_OUTPUTS or out.dim() == 0 or out.shape[0] != 1 else out.squeeze(0)
     if isinstance(out, MutableMapping):
         for key, value in list(out.items()):

@@ -110,6 +110,7 @@ def build(target: Target) -> Engine:
     assert model is not None, "only a model has an obstacle-free batched engine"
 
     def run(params: Mapping[str, torch.Tensor], rows: Rows) -> Chunk:
+        from opake.lm_head import deferred_logits
         from opake.patching.target import locate
 
         losses_of = row_losses_of(locate(model).model)
@@ -119,7 +120,7 @@ def build(target: Target) -> Engine:
         labels = batch.pop("labels")
         # the backward runs inside too, because stock checkpointing recomputes in it
         with torch.enable_grad(), in_place(model, wide, wide=True):
-            losses = losses_of(model(**batch).logits, labels)
+            losses = losses_of(deferred_logits(model, **batch), labels)
             grads = torch.autograd.grad(losses.sum(), list(wide.values()), allow_unused=True)
         made = {name: torch.zeros_like(wide[name]) if g is None else g for name, g in zip(wide, grads, strict=True)}
         return Chunk(made, losses.detach(), ())

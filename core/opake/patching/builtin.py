@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from opake.records import Record, Skip, Undo
+from opake.records import LinearCrossEntropy, Record, Skip, Undo
 
 if TYPE_CHECKING:
     from torch import nn
@@ -236,6 +236,11 @@ def core_records(target: Target) -> list[Record]:
     around = target.wrappers
     first = (FoldedAttention, Masking, *REPAIRS, PerExampleLoss, RotaryTables, PaddingCheck)
     return [kind(around) for kind in (*first, Rematerialise, NoDropout, KVCache, LoraProjection, Batchify)]
+
+
+def generic_records(target: Target, flags: set[str]) -> list[Record]:
+    """What works for any family, where nobody has claimed its flag: the loss without logits."""
+    return [] if "fused_linear_cross_entropy" in flags else [LinearCrossEntropy(type(target.model))]
 
 
 def forget_registrations() -> None:

@@ -138,10 +138,12 @@ def _apply(
 
 def plan(target: Target, family: Any, modeling: Any) -> list[Planned]:
     """The core's own records, then the family's, in the order in which they are applied."""
-    from .builtin import core_records
+    from .builtin import core_records, generic_records
 
     own = [Planned(record, CORE, CORE, CORE) for record in core_records(target)]
-    return own + (family.plan(modeling, target.model.config) if family else [])
+    planned = own + (family.plan(modeling, target.model.config) if family else [])
+    missing = generic_records(target, {entry.record.flag for entry in planned})
+    return planned + [Planned(record, CORE, CORE, CORE) for record in missing]
 
 
 def _apply_one(entry: Planned, target: Target, state: ModelState, switches: Switches, new: list[Applied]) -> list[Row]:

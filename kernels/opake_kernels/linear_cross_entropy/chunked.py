@@ -111,7 +111,8 @@ def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: to
     top = torch.full(labels.shape, -torch.inf, dtype=accumulator_dtype(x.dtype), device=x.device)
     rest, own, total = (torch.zeros_like(top) for _ in range(3))
     dx = top.new_zeros(x.shape) if hidden else None
-    flat = top.new_zeros(x.shape) if hidden and smoothing and cap else columns_H
+    # what uniform smoothing adds, for each token where the cap makes a difference
+    flat = columns_H if columns_H is not None else top.new_zeros(x.shape if hidden and smoothing else (0,))
 
     for columns in _slices(V, width):
         z, slope = _logits(head, rows, columns, hidden)

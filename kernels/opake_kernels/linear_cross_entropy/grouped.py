@@ -13,7 +13,7 @@ from opake_kernels.fold import fold_groups, fold_rows, fold_shared
 
 from .chunked import chunked_pass
 from .fused import fused_pass
-from .passes import Gradients, Head, Need, Plan
+from .passes import Gradients, Head, Need, Plan, accumulator_dtype
 
 __all__ = ["by_tokens", "run"]
 
@@ -73,20 +73,15 @@ def _pass(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, rows: list, 
 
 def _in_turn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, rows: list, plan: Plan, need: Need) -> Gradients:
     (G, R, H), V = x.shape, w.shape[1]
-    sizes = ((G, R), (G, R), (G, R, H), (G, V, H), (G, V))
-    out: list[torch.Tensor | None] = [None] * 5
+    wide = accumulator_dtype(x.dtype)
+    loss, lse = x.new_zeros(G, R, dtype=wide), x.new_zeros(G, R, dtype=wide)
+    sizes = ((G, R, H), (G, V, H), (G, V))
+    gradients = [x.new_empty(size) if wanted else None for size, wanted in zip(sizes, need, strict=True)]
     for g in range(G):
         mine = [None if t is None else t[g] for t in rows]
         found = _pass(x[g], w[g % len(w)], None if b is None else b[g % len(b)], mine, plan, need)
-        for i, result in enumerate(found):
-            if result is None:
-                continue
-            if out[i] is None:
-                out[i] = result.new_empty(sizes[i], dtype=result.dtype if i < 2 else x.dtype)
-            out[i][g] = result  # type: ignore[index]
-    return Gradients(*out) if G else _nothing(sizes, x, need)
-
-
-def _nothing(sizes: tuple, x: torch.Tensor, need: Need) -> Gradients:
-    wanted = (True, True, *need)
-    return Gradients(*[x.new_zeros(size) if n else None for size, n in zip(sizes, wanted, strict=True)])  # type: ignore[arg-type]
+        loss[g], lse[g] = found.loss, found.lse
+        for place, gradient in zip(gradients, found[2:], strict=True):
+            if place is not None and gradient is not None:
+                place[g] = gradient
+    return Gradients(loss, lse, *gradients)

@@ -22,8 +22,9 @@ def tracked(tensor: torch.Tensor | None) -> bool:
     if _is_wrapped is None or _unwrapped is None:
         return True
     # each wrapper knows its own level alone
-    while _is_wrapped(tensor):
-        if tensor.requires_grad:
+    at: torch.Tensor = tensor
+    while _is_wrapped(at):
+        if at.requires_grad:
             return True
-        tensor = _unwrapped(tensor)
-    return tensor.requires_grad
+        at = _unwrapped(at)
+    return at.requires_grad

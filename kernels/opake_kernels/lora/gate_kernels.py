@@ -22,6 +22,9 @@ __all__ = ["MAX_RANK", "gate_backward", "gate_forward"]
 MAX_RANK = 64
 # rows of a group that one program of the backward adds up
 CHUNK = 512
+# rows and columns of a tile, and warps
+FORWARD_TILE = (32, 128, 4)
+BACKWARD_TILE = (64, 64, 8)
 
 Weight = torch.Tensor | None
 
@@ -194,12 +197,12 @@ def gate_forward(
     if not _grouped(Bg, Bu):
         groups, R = 1, groups * R
     rg, ru = (0 if b is None else b.shape[1] for b in (Bg, Bu))
-    BR, BC = 32, 128
+    BR, BC, warps = FORWARD_TILE
     NB = cdiv(C, BC)
     launch(
         _forward_kernel, (groups * cdiv(R, BR) * NB,), G, G, U, Z, G if Bg is None else Bg, G if Bu is None else Bu, H,
         R, C, NB, Z.stride(1), *_strides(Bg, 1), *_strides(Bu, 1), rg, ru, act.alpha, act.limit, act.offset,
-        **_constants(act, G), RG=_padded(rg), RU=_padded(ru), BR=BR, BC=BC, num_warps=4,
+        **_constants(act, G), RG=_padded(rg), RU=_padded(ru), BR=BR, BC=BC, num_warps=warps,
     )  # fmt: skip
     return H
 
@@ -223,7 +226,7 @@ def gate_backward(
     groups, R, C = D.shape
     DU = torch.empty_like(D) if store else None
     rg, ru, rd = 0 if B[0] is None else B[0].shape[1], 0 if B[1] is None else B[1].shape[1], K.shape[2]
-    BR, BC = 64, 64
+    BR, BC, warps = BACKWARD_TILE
     NB = cdiv(C, BC)
     size = _chunk(groups, R, NB)
     NC = max(1, cdiv(R, size))
@@ -232,7 +235,7 @@ def gate_backward(
         _backward_kernel, (groups * NC * NB,), D, D, G, U, D if DU is None else DU, Z, K,
         *(D if w is None else w for w in (*B, A, *sums)), R, C, NB, NC, size, Z.stride(1), K.stride(1),
         *_strides(B[0], 1), *_strides(B[1], 1), *_strides(A, 2), rg, ru, rd, act.alpha, act.limit, act.offset,
-        **_constants(act, D), RG=_padded(rg), RU=_padded(ru), RD=_padded(rd), STORE=store, BR=BR, BC=BC, num_warps=8,
+        **_constants(act, D), RG=_padded(rg), RU=_padded(ru), RD=_padded(rd), STORE=store, BR=BR, BC=BC, num_warps=warps,
     )  # fmt: skip
     if NC == 1:
         return DU, sums
