@@ -1,5 +1,6 @@
 """Fused Triton ops with a plain PyTorch twin each; they know nothing about models."""
 
+from .add_rms_norm import opake_fused_add_rms_norm
 from .cross_entropy import opake_cross_entropy_loss
 from .gated import (
     opake_gated_activation,
@@ -9,10 +10,13 @@ from .gated import (
     opake_swiglu,
 )
 from .lora import opake_lora_mlp, opake_lora_qkv, opake_lora_w
+from .rms_norm import opake_rms_norm
+from .rope import opake_rope, opake_rope_qk
 from .selective_log_softmax import opake_selective_log_softmax
 
 __all__ = [
     "opake_cross_entropy_loss",
+    "opake_fused_add_rms_norm",
     "opake_gated_activation",
     "opake_geglu_approx",
     "opake_geglu_exact",
@@ -20,6 +24,9 @@ __all__ = [
     "opake_lora_qkv",
     "opake_lora_w",
     "opake_relu_squared",
+    "opake_rms_norm",
+    "opake_rope",
+    "opake_rope_qk",
     "opake_selective_log_softmax",
     "opake_swiglu",
 ]
