@@ -20,11 +20,11 @@ from opake_kernels.launch import uses_triton
 from . import projections
 from .arguments import check_precision, check_projections, leading_axis, takes_twin, with_axis
 from .gate import activated, activated_backward
-from .gate_kernels import MAX_RANK, gate_backward, gate_forward
+from .gate_kernels import MAX_RANK, gate_backward
 from .lora_w import lora_w_reference
-from .products import group_product, matmul
+from .products import cast, group_product
 from .projections import Projections, gather
-from .rows import folded_rows, like_groups, trace
+from .rows import flat_rows, group_count, like_groups, trace
 
 __all__ = ["lora_mlp_reference", "opake_lora_mlp"]
 
@@ -61,28 +61,21 @@ def lora_mlp_reference(
 
 def _forward(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     """args: W, A, B of gate, up and down, then groups, scalings, act, fused -> y, a trace, gate, up, Z, Z of down."""
-    *weights, groups, scalings, act, fused = args
-    X = folded_rows(x, groups)
+    *weights, groups, scalings, act, _ = args
     inner, outer = _gathered(weights[0::3], weights[1::3], weights[2::3], scalings, groups, x)
-    if fused:
-        # base products alone: the kernels add the low-rank terms wherever they read them
-        gate, up, Z = matmul(X, inner.W[0].mT), matmul(X, inner.W[1].mT), projections.low_rank_rows(X, inner)
-        H = gate_forward(gate, up, Z, inner.B[0], inner.B[1], act)
-    else:
-        (gate, up), Z = projections.forward(X, inner, (None, None))
-        H = activated(gate, up, act)
-    (y,), Zd = projections.forward(H, outer, (None,))
-    y, *kept = (t.view(*x.shape[:-1], t.shape[-1]) for t in (y, gate, up, Z, Zd))
+    (gate, up), Z = projections.forward(flat_rows(x), inner, (None, None))
+    (y,), Zd = projections.forward(activated(gate, up, act), outer, (None,))
+    y, *kept = (t.view(*x.shape[:-1], t.shape[1]) for t in (y, gate, up, Z, Zd))
     return y, trace(x, groups), *kept
 
 
 def _gathered(
-    W: Sequence[Any], A: Sequence[Any], B: Sequence[Any], scalings: tuple[float, ...], groups: int, x: torch.Tensor
+    W: Sequence[Any], A: Sequence[Any], B: Sequence[Any], scalings: tuple[float, ...], groups: int, like: torch.Tensor
 ) -> tuple[Projections, Projections]:
     """The projections of the input, and the down projection."""
     return (
-        gather(W[:2], A[:2], B[:2], scalings[:2], groups, x),
-        gather(W[2:], A[2:], B[2:], scalings[2:], groups, x),
+        gather(W[:2], A[:2], B[:2], scalings[:2], groups, like),
+        gather(W[2:], A[2:], B[2:], scalings[2:], groups, like),
     )
 
 
@@ -99,76 +92,65 @@ def _backward(
     assert given is not None, "the trace has no gradient"
     x, *rest = saved
     inner, outer = _gathered(rest[0:3], rest[3:6], rest[6:9], scalings, groups, given)
-    rows = [folded_rows(t, groups) for t in (given, *rest[10:])]
+    rows, lead, G = [flat_rows(t) for t in (given, *rest[10:])], given.shape[:-1], group_count(given, groups)
     d, Zd = rows[0], rows[4]
     need_a, need_b = need[2::3], need[3::3]
-    below = need[0] or any((*need_a[:2], *need_b[:2]))
-    K = d.new_empty(*d.shape[:2], inner.A.shape[2]) if need[0] or any(need_a[:2]) else None
-    dX = d.new_empty(*d.shape[:2], inner.W[0].shape[2]) if need[0] else None
+    K = d.new_empty(d.shape[0], inner.A.shape[-1]) if need[0] or any(need_a[:2]) else None
+    dX = d.new_empty(d.shape[0], inner.W[0].shape[-1]) if need[0] else None
     sums: list[list[Weight]] = []
-    if below or need_a[2]:
-        for part in _parts(d, inner, outer):
-            sums.append(_part([t[part] for t in rows], inner, outer, act, fused, below, _at(K, part), _at(dX, part)))
-    dBg, dBu, dAd = _together(sums, d.shape[0]) if sums else (None, None, None)
-    X = None if x is None else folded_rows(x, groups)
-    dA = [*projections.factor_gradients(K, X, inner, need_a[:2]), dAd if need_a[2] else None]
-    dBd = group_product(d, Zd, outer.dtypes[0][1]).mT if need_b[2] else None
-    dB = [dBg if need_b[0] else None, dBu if need_b[1] else None, dBd]
-    lead = given.shape[:-1]
-    out: list[Weight] = [None if dX is None else dX.view(*lead, dX.shape[2])]
-    for a, b in zip(dA, dB, strict=True):
-        out += [None, like_groups(a, lead[:groups]), like_groups(b, lead[:groups])]
+    if need[0] or any((*need_a, *need_b[:2])):
+        for first, last, g in _parts(d, G, inner, outer):
+            part = [None if t is None else t[first:last] for t in (*rows[:4], K, dX)]
+            sums.append(_part(part, g, inner, outer, act, fused))
+    dBg, dBu, dAd = _together(sums, G) if sums else (None, None, None)
+    dA = [*projections.factor_gradients(K, None if x is None else flat_rows(x), inner, G, need_a[:2]), dAd]
+    dB = [dBg, dBu, group_product(d, Zd, G, outer.dtypes[0][1]).mT if need_b[2] else None]
+    out: list[Weight] = [None if dX is None else dX.view(*lead, dX.shape[1])]
+    for a, b, wants_a, wants_b in zip(dA, dB, need_a, need_b, strict=True):
+        out += [None, like_groups(a, lead[:groups]) if wants_a else None]
+        out += [like_groups(b, lead[:groups]) if wants_b else None]
     return out
 
 
-def _at(t: Weight, part: Part) -> Weight:
-    return None if t is None else t[part]
+def _parts(d: torch.Tensor, G: int, inner: Projections, outer: Projections) -> list[tuple[int, int, int]]:
+    """(first row, last row, groups) of one part, or two: halves of the groups, or of the rows of a lone group.
 
-
-def _parts(d: torch.Tensor, inner: Projections, outer: Projections) -> list[Part]:
-    """One part, or two: halves of the groups, or of the rows of a lone group. Weights of many groups are not split."""
-    G, R, whole = d.shape[0], d.shape[1], slice(None)
-    shared = all(w is None or w.shape[0] == 1 for p in (inner, outer) for w in (*p.W, p.A, *p.B))
-    if not shared or G * R * inner.W[0].shape[1] * d.element_size() <= WHOLE:
-        return [(whole, whole)]
+    Weights that differ between groups are not split.
+    """
+    N = d.shape[0]
+    if N * inner.W[0].shape[-2] * d.element_size() <= WHOLE or not (inner.shared() and outer.shared()):
+        return [(0, N, G)]
     if G > 1:
-        return [(slice(0, G // 2), whole), (slice(G // 2, G), whole)]
-    half = -(-R // 256) * 128
-    return [(whole, slice(0, half)), (whole, slice(half, R))]
+        half = G // 2 * (N // G)
+        return [(0, half, G // 2), (half, N, G - G // 2)]
+    half = -(-N // 256) * 128
+    return [(0, half, 1), (half, N, 1)]
 
 
 def _part(
-    rows: Sequence[torch.Tensor],
-    inner: Projections,
-    outer: Projections,
-    act: Activation,
-    fused: bool,
-    below: bool,
-    K: Weight,
-    dX: Weight,
+    rows: Sequence[Any], G: int, inner: Projections, outer: Projections, act: Activation, fused: bool
 ) -> list[Weight]:
-    """One part of the rows: fills K and dX, returns dBg, dBu, dAd of its groups."""
-    d, gate, up, Z, _ = rows
+    """One part of the rows: fills K and dX, returns dBg, dBu, dAd (G, ...) of its groups."""
+    d, gate, up, Z, K, dX = rows
     Kd = projections.low_rank_gradients([d], outer)
+    dh = projections.input_gradient([d], Kd, outer)
     if fused:
-        dg = matmul(d, outer.W[0])
-        du, (sum_g, sum_u, sum_a) = gate_backward(
-            dg, gate, up, Z, Kd, inner.B, outer.A if outer.ranks[0] else None, act, below
-        )
-        sums = [sum_g if sum_g is None else sum_g.mT, sum_u if sum_u is None else sum_u.mT, sum_a]
+        dg = dh
+        du, sums = gate_backward(dh, gate, up, Z, Kd, inner.columns, G, act)
+        sums = [s if s is None else s.mT for s in sums[:2]] + [sums[2]]
     else:
-        H, dg, du = activated_backward(projections.input_gradient([d], Kd, outer), gate, up, act)
+        H, dg, du = activated_backward(dh, gate, up, act)
         sums = [
-            None if B is None else group_product(e, Z[..., inner.columns(j)], inner.dtypes[j][1]).mT
+            None if B is None else group_product(e, Z[:, inner.columns[j]], G, inner.dtypes[j][1]).mT
             for j, (e, B) in enumerate(zip((dg, du), inner.B, strict=True))
         ]
-        sums.append(group_product(Kd, H, outer.dtypes[0][0]).mT if outer.ranks[0] else None)
-    if K is not None and du is not None:
+        sums.append(None if outer.B[0] is None else group_product(Kd, H, G, outer.dtypes[0][0]).mT)
+    if K is not None:
         projections.low_rank_gradients((dg, du), inner, K)
         if dX is not None:
             projections.input_gradient((dg, du), K, inner, dX)
     dtypes = inner.dtypes[0][1], inner.dtypes[1][1], outer.dtypes[0][0]
-    return [None if s is None else s.to(dtype) for s, dtype in zip(sums, dtypes, strict=True)]
+    return [None if s is None else cast(s, dtype) for s, dtype in zip(sums, dtypes, strict=True)]
 
 
 def _together(sums: list[list[Weight]], G: int) -> list[Weight]:

@@ -18,7 +18,7 @@ from opake_kernels.fold import ROWS, SHARED, function_pair
 from . import projections
 from .arguments import check_precision, check_projections, leading_axis, takes_twin, with_axis
 from .products import fold_weight
-from .rows import folded_rows, like_groups, trace
+from .rows import flat_rows, group_count, like_groups, trace
 
 __all__ = ["lora_w_reference", "opake_lora_w", "projection_pair"]
 
@@ -52,11 +52,11 @@ def lora_w_reference(
 def _forward(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     """args: W, A, B, bias of each projection, then groups and scalings -> the outputs, a trace and Z."""
     *weights, groups, scalings = args
-    X, biases = folded_rows(x, groups), weights[3::4]
     p = projections.gather(weights[0::4], weights[1::4], weights[2::4], scalings, groups, x)
-    outputs, Z = projections.forward(X, p, [None if b is None else fold_weight(b, groups, x) for b in biases])
-    *outputs, Z = (t.view(*x.shape[:-1], t.shape[-1]) for t in (*outputs, Z))
-    return *outputs, trace(x, groups), Z
+    biases = [None if b is None else fold_weight(b, groups, x) for b in weights[3::4]]
+    outputs, Z = projections.forward(flat_rows(x), p, biases)
+    lead = x.shape[:-1]
+    return *[y.view(*lead, y.shape[1]) for y in outputs], trace(x, groups), Z.view(*lead, Z.shape[1])
 
 
 def _backward(
@@ -66,22 +66,21 @@ def _backward(
     n = len(scalings)
     Ws, As, Bs, biases = weights[0:n], weights[n : 2 * n], weights[2 * n : 3 * n], weights[3 * n :]
     given = _all_given(grads[:n], Ws)
-    D = [folded_rows(d, groups) for d in given]
     lead = given[0].shape[:-1]
     found = projections.backward(
-        D,
-        None if x is None else folded_rows(x, groups),
-        folded_rows(z, groups),
+        [flat_rows(d) for d in given],
+        None if x is None else flat_rows(x),
+        flat_rows(z),
         projections.gather(Ws, As, Bs, scalings, groups, given[0]),
+        group_count(given[0], groups),
         need[0],
         need[2::4],
         need[3::4],
         [b.dtype if wanted and b is not None else None for b, wanted in zip(biases, need[4::4], strict=True)],
     )
-    dX = None if found.x is None else found.x.view(*lead, found.x.shape[-1])
-    out: list[Weight] = [dX]
-    for each in zip([None] * n, found.A, found.B, found.bias, strict=True):
-        out += [like_groups(g, lead[:groups]) for g in each]
+    out: list[Weight] = [None if found.x is None else found.x.view(*lead, found.x.shape[1])]
+    for each in zip(found.A, found.B, found.bias, strict=True):
+        out += [None, *[like_groups(g, lead[:groups]) for g in each]]
     return out
 
 

@@ -4,8 +4,8 @@ The input is read once for all low-rank factors: their A stand side by side, (H,
 written first and the base product added onto it, so the accumulators of the large product do the addition and the sum
 is rounded once. Adapters are cast down here, once a call, and their gradients leave in the parameter's own dtype.
 
-Notation: X (G, R, H); W (1, O, H); A (1|G, H, r); B (1|G, r, O); Z = s X A, scaled, (G, R, sum of ranks). W, A and B of
-one group are the common case: then every product but those of the adapter gradients runs over all rows.
+Notation: X (N, H), the rows of all groups; W (O, H); A (H, r); B (r, O); Z = s X A, scaled, (N, sum of ranks). A weight
+that differs between groups has a leading dimension of G. Gradients of weights always have it.
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 """
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .products import cast_together, cast_weight, fold_weight, group_product, matmul, matmul_add_
+from .products import cast, fold_weight, group_product, matmul, matmul_add_
 
-__all__ = ["Projections", "backward", "factor_gradients", "forward", "gather", "low_rank_rows"]
+__all__ = ["Projections", "backward", "factor_gradients", "forward", "gather", "input_gradient", "low_rank_gradients"]
 
 Weight = torch.Tensor | None
 
@@ -27,20 +27,20 @@ Weight = torch.Tensor | None
 class Projections:
     """Folded weights of one call in the compute dtype; `A` holds all low-rank factors of the input side by side.
 
-    One entry a projection; B is None and the rank 0 where there is no adapter. `dtypes`: those of A and B as given.
+    One entry a projection; B is None and the columns are empty where there is no adapter. `columns`: those of each
+    projection in A, Z and K. `dtypes`: those of A and B as given.
     """
 
     W: list[torch.Tensor]
     A: torch.Tensor
     B: list[Weight]
-    ranks: list[int]
+    columns: list[slice]
     scalings: tuple[float, ...]
     dtypes: list[tuple[torch.dtype, torch.dtype]]
 
-    def columns(self, j: int) -> slice:
-        """The columns of projection j in `A`, Z and K."""
-        start = sum(self.ranks[:j])
-        return slice(start, start + self.ranks[j])
+    def shared(self) -> bool:
+        """Whether no weight differs between groups."""
+        return all(w is None or w.dim() == 2 for w in (*self.W, self.A, *self.B))
 
 
 def gather(
@@ -49,79 +49,71 @@ def gather(
     Bs: Sequence[Weight],
     scalings: tuple[float, ...],
     groups: int,
-    x: torch.Tensor,
+    like: torch.Tensor,
 ) -> Projections:
-    """Fold and cast the weights of `x` (*groups, ..., H); the adapters in one launch."""
-    dtype = x.dtype
-    W = [cast_weight(fold_weight(w, groups, x), dtype) for w in Ws]
-    A = [None if a is None else fold_weight(a, groups, x) for a in As]
-    B = [None if b is None else fold_weight(b, groups, x) for b in Bs]
-    ranks = [0 if a is None else a.shape[2] for a in A]
-    dtypes = [(dtype, dtype) if a is None or b is None else (a.dtype, b.dtype) for a, b in zip(A, B, strict=True)]
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    side_by_side = _beside([a for a in A if a is not None], dtype, W[0], targets, sources)
-    for j, b in enumerate(B):
-        if b is not None and b.dtype != dtype:
-            B[j] = torch.empty_like(b, dtype=dtype)
-            targets.append(B[j])  # type: ignore[arg-type]
-            sources.append(b)
-    cast_together(targets, sources)
-    return Projections(W, side_by_side, B, ranks, scalings, dtypes)
+    """Fold and cast the weights of a call whose rows are `like` (*groups, ..., any)."""
+    dtype = like.dtype
+    columns, dtypes, start = [], [], 0
+    for a, b in zip(As, Bs, strict=True):
+        rank = 0 if a is None else a.shape[-1]
+        columns.append(slice(start, start + rank))
+        dtypes.append((dtype, dtype) if a is None or b is None else (a.dtype, b.dtype))
+        start += rank
+    W = [cast(fold_weight(w, groups, like), dtype) for w in Ws]
+    A = _beside([fold_weight(a, groups, like) for a in As if a is not None], dtype, W[0])
+    B = [None if b is None else cast(fold_weight(b, groups, like), dtype) for b in Bs]
+    return Projections(W, A, B, columns, scalings, dtypes)
 
 
-def _beside(
-    A: list[torch.Tensor], dtype: torch.dtype, w: torch.Tensor, targets: list[torch.Tensor], sources: list[torch.Tensor]
-) -> torch.Tensor:
-    """(1|G, H, sum of ranks): a lone factor as it is, else a buffer that the copies added to the lists will fill."""
-    if len(A) == 1 and A[0].dtype == dtype:
-        return A[0]
-    G = max([a.shape[0] for a in A], default=1)
-    # kept as (ranks, H), the layout of the PEFT weight of which A is the transpose
-    buffer = torch.empty(G, sum(a.shape[2] for a in A), w.shape[2], dtype=dtype, device=w.device)
+def _beside(A: list[torch.Tensor], dtype: torch.dtype, w: torch.Tensor) -> torch.Tensor:
+    """All factors as one (H, sum of ranks) or (G, H, sum of ranks), laid out as the PEFT weights they come from."""
+    if len(A) == 1:
+        return cast(A[0], dtype)
+    lead = next((a.shape[:1] for a in A if a.dim() == 3), ())
+    buffer = torch.empty(*lead, sum(a.shape[-1] for a in A), w.shape[-1], dtype=dtype, device=w.device)
     start = 0
     for a in A:
-        target = buffer[:, start : start + a.shape[2]]
-        targets.append(target)
-        sources.append(a.mT.expand(target.shape))
-        start += a.shape[2]
+        rank = a.shape[-1]
+        buffer[..., start : start + rank, :].copy_(a.mT)
+        start += rank
     return buffer.mT
 
 
 def low_rank_rows(X: torch.Tensor, p: Projections) -> torch.Tensor:
-    """Z (G, R, sum of ranks), each projection's columns scaled."""
-    Z = torch.empty(*X.shape[:2], p.A.shape[2], dtype=X.dtype, device=X.device)
-    used = [j for j, rank in enumerate(p.ranks) if rank]
-    if len({p.scalings[j] for j in used}) == 1:
+    """Z (N, sum of ranks), each projection's columns scaled."""
+    Z = X.new_empty(X.shape[0], p.A.shape[-1])
+    used = [j for j, B in enumerate(p.B) if B is not None]
+    if used and all(p.scalings[j] == p.scalings[used[0]] for j in used):
         return matmul_add_(Z, X, p.A, alpha=p.scalings[used[0]], beta=0.0)
     for j in used:
-        matmul_add_(Z[..., p.columns(j)], X, p.A[..., p.columns(j)], alpha=p.scalings[j], beta=0.0)
+        matmul_add_(Z[:, p.columns[j]], X, p.A[..., p.columns[j]], alpha=p.scalings[j], beta=0.0)
     return Z
 
 
 def forward(X: torch.Tensor, p: Projections, biases: Sequence[Weight]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The outputs (G, R, O_j) and Z; biases (1|G, O_j)."""
+    """The outputs (N, O_j) and Z; biases (O_j) or (G, O_j)."""
     Z = low_rank_rows(X, p)
-    return [_project(X, Z[..., p.columns(j)], p.W[j], p.B[j], bias) for j, bias in enumerate(biases)], Z
+    return [_project(X, Z[:, p.columns[j]], p.W[j], p.B[j], bias) for j, bias in enumerate(biases)], Z
 
 
 def _project(X: torch.Tensor, Z: torch.Tensor, W: torch.Tensor, B: Weight, bias: Weight) -> torch.Tensor:
-    if bias is not None and bias.shape[0] == 1 and W.shape[0] == 1:
+    if bias is not None and bias.dim() == 1 and W.dim() == 2:
         # the bias is free in the epilogue of the base product
-        bias = cast_weight(bias, X.dtype)
-        y = torch.addmm(bias[0], X.flatten(0, 1), W[0].mT).view(*X.shape[:2], W.shape[1])
+        y = torch.addmm(cast(bias, X.dtype), X, W.mT)
         return y if B is None else matmul_add_(y, Z, B)
     if B is None:
         y = matmul(X, W.mT)
     else:
-        y = torch.empty(*X.shape[:2], W.shape[1], dtype=X.dtype, device=X.device)
-        matmul_add_(matmul_add_(y, Z, B, beta=0.0), X, W.mT)
-    return y if bias is None else y.add_(cast_weight(bias, X.dtype).unsqueeze(1))
+        y = matmul_add_(matmul_add_(X.new_empty(X.shape[0], W.shape[-2]), Z, B, beta=0.0), X, W.mT)
+    if bias is not None:
+        G = bias.shape[0] if bias.dim() == 2 else 1
+        y.view(G, -1, y.shape[1]).add_(cast(bias, X.dtype).view(G, 1, -1))
+    return y
 
 
 @dataclass(slots=True)
 class Gradients:
-    """(G, ...) gradients in the parameters' dtypes, None where not asked for; x in the compute dtype."""
+    """x (N, H) in the compute dtype; of weights (G, ...) in the parameters' dtypes; None where not asked for."""
 
     x: Weight
     A: list[Weight]
@@ -134,42 +126,42 @@ def backward(
     X: Weight,
     Z: torch.Tensor,
     p: Projections,
+    G: int,
     need_x: bool,
     need_a: Sequence[bool],
     need_b: Sequence[bool],
     need_bias: Sequence[torch.dtype | None],
 ) -> Gradients:
-    """From D_j (G, R, O_j); `need_bias`: the dtype of each bias gradient wanted. X may be None if no A needs one."""
+    """From D_j (N, O_j); `need_bias`: the dtype of each bias gradient wanted. X may be None if no A needs one."""
     K = low_rank_gradients(D, p) if need_x or any(need_a) else None
     return Gradients(
         input_gradient(D, K, p) if need_x and K is not None else None,
-        factor_gradients(K, X, p, need_a),
-        [group_product(d, Z[..., p.columns(j)], p.dtypes[j][1]).mT if need_b[j] else None for j, d in enumerate(D)],
-        [
-            None if dtype is None else d.sum(1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
-            for d, dtype in zip(D, need_bias, strict=True)
-        ],
+        factor_gradients(K, X, p, G, need_a),
+        [group_product(d, Z[:, p.columns[j]], G, p.dtypes[j][1]).mT if need_b[j] else None for j, d in enumerate(D)],
+        [None if dtype is None else _bias_gradient(d, G, dtype) for d, dtype in zip(D, need_bias, strict=True)],
     )
 
 
-def low_rank_gradients(D: Sequence[torch.Tensor], p: Projections, out: torch.Tensor | None = None) -> torch.Tensor:
-    """K (G, R, sum of ranks), K_j = s_j D_j B_j^T: the gradient with respect to X A."""
-    d = D[0]
-    K = torch.empty(*d.shape[:2], p.A.shape[2], dtype=d.dtype, device=d.device) if out is None else out
+def _bias_gradient(d: torch.Tensor, G: int, dtype: torch.dtype) -> torch.Tensor:
+    R = d.shape[0] // G if G else 0
+    return cast(d.view(G, R, d.shape[1]).sum(1, dtype=torch.promote_types(d.dtype, torch.float32)), dtype)
+
+
+def low_rank_gradients(D: Sequence[torch.Tensor], p: Projections, out: Weight = None) -> torch.Tensor:
+    """K (N, sum of ranks), K_j = s_j D_j B_j^T: the gradient with respect to X A."""
+    K = D[0].new_empty(D[0].shape[0], p.A.shape[-1]) if out is None else out
     for j, B in enumerate(p.B):
         if B is not None:
-            matmul_add_(K[..., p.columns(j)], D[j], B.mT, alpha=p.scalings[j], beta=0.0)
+            matmul_add_(K[:, p.columns[j]], D[j], B.mT, alpha=p.scalings[j], beta=0.0)
     return K
 
 
-def input_gradient(
-    D: Sequence[torch.Tensor], K: torch.Tensor, p: Projections, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def input_gradient(D: Sequence[torch.Tensor], K: torch.Tensor, p: Projections, out: Weight = None) -> torch.Tensor:
     """dX = K A^T + sum over j of D_j W_j, accumulated in one buffer."""
     if out is None:
-        out = torch.empty(*D[0].shape[:2], p.W[0].shape[2], dtype=D[0].dtype, device=D[0].device)
+        out = D[0].new_empty(D[0].shape[0], p.W[0].shape[-1])
     started = 0.0
-    if K.shape[2]:
+    if K.shape[1]:
         matmul_add_(out, K, p.A.mT, beta=0.0)
         started = 1.0
     for d, W in zip(D, p.W, strict=True):
@@ -178,17 +170,18 @@ def input_gradient(
     return out
 
 
-def factor_gradients(K: Weight, X: Weight, p: Projections, need_a: Sequence[bool]) -> list[Weight]:
+def factor_gradients(K: Weight, X: Weight, p: Projections, G: int, need_a: Sequence[bool]) -> list[Weight]:
+    """dA_j (G, H, r) where asked for, in one pass over X if all of them are."""
+    found: list[Weight] = [None] * len(p.W)
     wanted = [j for j, need in enumerate(need_a) if need]
-    found: list[Weight] = [None] * len(p.ranks)
     if not wanted or K is None or X is None:
         return found
-    used = [j for j, rank in enumerate(p.ranks) if rank]
-    if wanted == used and len({p.dtypes[j][0] for j in used}) == 1:
-        # one pass over X for all of them
-        parts = group_product(K, X, p.dtypes[used[0]][0]).split([p.ranks[j] for j in used], 1)
-    else:
-        parts = [group_product(K[..., p.columns(j)], X, p.dtypes[j][0]) for j in wanted]
-    for j, part in zip(wanted, parts, strict=True):
-        found[j] = part.mT
+    used = [j for j, B in enumerate(p.B) if B is not None]
+    if wanted == used and all(p.dtypes[j][0] == p.dtypes[used[0]][0] for j in used):
+        every = group_product(K, X, G, p.dtypes[used[0]][0])
+        for j in wanted:
+            found[j] = every[:, p.columns[j]].mT
+        return found
+    for j in wanted:
+        found[j] = group_product(K[:, p.columns[j]], X, G, p.dtypes[j][0]).mT
     return found

@@ -1,19 +1,23 @@
-"""The canonical layout of the LoRA ops: rows as contiguous (G, R, C), gradients of weights back in their groups."""
+"""The canonical layout of the LoRA ops: contiguous rows of all groups, gradients of weights back in their groups."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from opake_kernels.fold import fold_rows
-
-__all__ = ["folded_rows", "like_groups", "trace"]
+__all__ = ["flat_rows", "group_count", "like_groups", "trace"]
 
 
-def folded_rows(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """(*groups, ..., C) -> contiguous (G, R, C): a strided or expanded one would be copied by every product."""
-    return fold_rows(x, groups).contiguous()
+def flat_rows(x: torch.Tensor) -> torch.Tensor:
+    """(*groups, ..., C) -> contiguous (N, C): a strided or expanded one would be copied by every product."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
+
+
+def group_count(x: torch.Tensor, groups: int) -> int:
+    """G, the product of the first `groups` dimensions."""
+    return math.prod(x.shape[:groups])
 
 
 def trace(x: torch.Tensor, groups: int) -> torch.Tensor:
