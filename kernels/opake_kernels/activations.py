@@ -15,7 +15,7 @@ from torch.nn import functional
 from .launch import jit, tl
 from .precise import precise_exp, precise_sigmoid
 
-__all__ = ["ACTIVATIONS", "Activation", "activate", "activate_grad", "activation_for"]
+__all__ = ["ACTIVATIONS", "Activation", "activate", "activate_grad", "activation_for", "kernel_kind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,12 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+def kernel_kind(act: Activation, dtype: torch.dtype) -> str:
+    """The KIND that `activate` takes: 16-bit numbers do not carry what the precise forms add; the short are faster."""
+    short = act.kind in ("silu", "gelu", "gelu_tanh") and dtype.itemsize == 2
+    return f"{act.kind}_short" if short else act.kind
+
+
 def activation_for(activation: str | Activation) -> Activation:
     """The record of a name as in `hidden_act`, or the record itself; ValueError naming the known ones."""
     if isinstance(activation, Activation):
@@ -80,6 +86,18 @@ def activation_for(activation: str | Activation) -> Activation:
     if found is None:
         raise ValueError(f"no fused kernel for activation {activation!r}; known: {', '.join(sorted(ACTIVATIONS))}")
     return found
+
+
+@jit
+def _sigmoid(y, SHORT: tl.constexpr):
+    """(s, s (1 - s)), in the fast form for 16-bit numbers."""
+    if SHORT:
+        e = tl.exp(-tl.abs(y))
+        r = 1.0 / (1.0 + e)
+        s, ds = tl.where(y >= 0.0, r, e * r), e * r * r
+    else:
+        s, ds = precise_sigmoid(y)  # pyright: ignore
+    return s, ds
 
 
 @jit
@@ -94,18 +112,19 @@ def _normal_cdf(x):
 
 @jit
 def activate(x, alpha, KIND: tl.constexpr):
-    """act(x) in fp32."""
-    if KIND == "silu":
-        s, _ = precise_sigmoid(alpha * x)  # pyright: ignore
+    """act(x) in fp32; KIND as `kernel_kind` gives it."""
+    if KIND == "silu" or KIND == "silu_short":
+        s, _ = _sigmoid(alpha * x, KIND == "silu_short")  # pyright: ignore
         return x * s
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_short":
         cdf, _ = _normal_cdf(x)  # pyright: ignore
         return x * cdf
-    elif KIND == "gelu_tanh":
+    elif KIND == "gelu_tanh" or KIND == "gelu_tanh_short":
         # 0.5 x (1 + tanh z) = x sigmoid(2 z), without the cancellation
-        s, _ = precise_sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))  # pyright: ignore
+        z = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
+        s, _ = _sigmoid(z, KIND == "gelu_tanh_short")  # pyright: ignore
         return x * s
     elif KIND == "relu":
         return tl.where(x <= 0.0, 0.0, x)
@@ -116,9 +135,9 @@ def activate(x, alpha, KIND: tl.constexpr):
 
 @jit
 def activate_grad(x, alpha, KIND: tl.constexpr):
-    """(act(x), act'(x)) in fp32."""
-    if KIND == "silu":
-        s, ds = precise_sigmoid(alpha * x)  # pyright: ignore
+    """(act(x), act'(x)) in fp32; KIND as `kernel_kind` gives it."""
+    if KIND == "silu" or KIND == "silu_short":
+        s, ds = _sigmoid(alpha * x, KIND == "silu_short")  # pyright: ignore
         return x * s, s + alpha * x * ds
     elif KIND == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -126,8 +145,9 @@ def activate_grad(x, alpha, KIND: tl.constexpr):
     elif KIND == "gelu_short":
         cdf, pdf = _normal_cdf(x)  # pyright: ignore
         return x * cdf, cdf + x * pdf
-    elif KIND == "gelu_tanh":
-        s, ds = precise_sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))  # pyright: ignore
+    elif KIND == "gelu_tanh" or KIND == "gelu_tanh_short":
+        z = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
+        s, ds = _sigmoid(z, KIND == "gelu_tanh_short")  # pyright: ignore
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
         return x * s, s + x * ds * slope
     elif KIND == "relu":

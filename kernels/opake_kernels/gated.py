@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .activations import Activation, activate, activate_grad, activation_for
+from .activations import Activation, activate, activate_grad, activation_for, kernel_kind
 from .checks import autocast_to_widest, check_float, check_same_device, check_same_dtype, check_shape
 from .fold import ROWS, function_pair
 from .launch import cdiv, jit, launch, tl, uses_triton
@@ -140,9 +140,7 @@ def _block(C: int) -> tuple[int, int]:
 
 
 def _constants(act: Activation, x: torch.Tensor) -> dict[str, Any]:
-    # in 16 bits a shorter error function loses nothing and keeps the kernel at bandwidth
-    short = act.kind == "gelu" and x.element_size() == 2
-    return {"KIND": "gelu_short" if short else act.kind, "CLAMP": bool(act.limit)}
+    return {"KIND": kernel_kind(act, x.dtype), "CLAMP": bool(act.limit)}
 
 
 def _launch_forward(gate: torch.Tensor, up: torch.Tensor | None, act: Activation, paired: bool) -> torch.Tensor:

@@ -73,7 +73,9 @@ def _assert_errors(got, same, exact, factor=2.0, size=_largest):
         if not e.numel():
             continue
         ours, torchs = (size(t.double() - e) for t in (g, s))
-        room = torch.finfo(g.dtype).eps / 2 * size(e)
+        # a handful of fp32 results is a handful of roundings, in which torch may be lucky: four of them are granted
+        roundings = 4 if g.dtype == torch.float32 and e.numel() < 256 else 1
+        room = roundings * torch.finfo(g.dtype).eps / 2 * size(e)
         assert ours <= factor * torchs + room, f"result {i}: error {ours:.3e}, torch {torchs:.3e}, room {room:.3e}"
 
 
@@ -154,8 +156,8 @@ def _programs(n, diff):
 def check_transforms():
     """check_transforms(op, twin, args, diff): every nesting of vmap, grad and vjp, judged as in check_op.
 
-    `args` are tensors of one example; every in_dims pattern is tried: all mapped, each one shared, last dimension. `rms` as in
-    check_op.
+    `args` are tensors of one example; every in_dims pattern is tried: all mapped, each one shared, last dimension.
+    `rms` as in check_op.
     """
 
     def check(op, twin, args, diff, rms=False):

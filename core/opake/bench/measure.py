@@ -99,7 +99,7 @@ def captured(fn: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: (graph.replay(), kept, fn)
 
 
-def python_cost(op: Op, case: Case, mapped: bool, more: int = 4) -> float:
+def python_cost(op: Op, case: Case, mapped: bool, more: int = 16) -> float:
     """Microseconds of wall time that one further call of `op`, forward and backward, costs."""
     n = len(case.in_dims)
 
