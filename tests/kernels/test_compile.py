@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from opake_kernels import opake_cross_entropy_loss, opake_swiglu
+from opake_kernels import (
+    opake_cross_entropy_loss,
+    opake_fused_add_rms_norm,
+    opake_rms_norm,
+    opake_rope_qk,
+    opake_swiglu,
+)
 
 pytestmark = [
     # the compiler's own look at the leaves of a graph
@@ -56,3 +62,23 @@ def test_transforms_inside_a_compiled_function(device):
     x, y = torch.randn(2, 3, 9, device=device), torch.randint(0, 9, (2, 3), device=device)
     compiled = torch.compile(lambda x, y: per_example(x, y) * 2, backend="aot_eager")
     torch.testing.assert_close(compiled(x, y), per_example(x, y) * 2)
+
+
+def test_norms_and_rope_over_lengths(device):
+    weight = torch.randn(8, device=device, requires_grad=True)
+
+    def loss(x, table):
+        norm, total = opake_fused_add_rms_norm(opake_rms_norm(x * 2, weight), x, weight)
+        heads = torch.sin(norm).unflatten(-1, (2, 4)).transpose(1, 2)
+        q, k = opake_rope_qk(heads, heads[:, :1], table, table)
+        return q.sin().sum() + k.cos().sum() + total.sum()
+
+    compiled, seen = torch.compile(loss, backend="aot_eager"), []
+    for T in range(2, 6):
+        x = torch.randn(2, T, 8, device=device, requires_grad=True)
+        table = torch.randn(T, 4, device=device)
+        results = [(y := f(x, table), *torch.autograd.grad(y, (x, weight))) for f in (compiled, loss)]
+        torch.testing.assert_close(*results)
+        seen.append(_graphs())
+    # no length after the second brings a new graph
+    assert seen[1] == seen[-1]

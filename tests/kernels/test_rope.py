@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.func import grad, vmap
 
 from opake_kernels import rope, rope_launch
 from opake_kernels.rope import opake_rope, opake_rope_qk, rope_qk_reference, rope_reference
@@ -113,9 +114,9 @@ def test_layout_is_kept_both_ways(by_token, device):
     q.requires_grad_()
     out = opake_rope_qk(q, k, cos, sin)
     # the incoming gradient lies the other way round
-    grad = torch.randn(2, 5, 3, 8, device=device).transpose(1, 2)
-    grad = grad.contiguous() if by_token else grad
-    (dq,) = torch.autograd.grad(out[0], q, grad)
+    dout = torch.randn(2, 5, 3, 8, device=device).transpose(1, 2)
+    dout = dout.contiguous() if by_token else dout
+    (dq,) = torch.autograd.grad(out[0], q, dout)
     assert out[0].stride() == dq.stride() == q.stride()
     assert out[1].stride() == k.stride()
 
@@ -159,11 +160,15 @@ def _of_angles(f):
     return lambda x, angle: f(x, angle.cos(), angle.sin())
 
 
-def test_transforms(device, check_transforms):
-    # queries and keys of one example each, keys with one head of the two
-    ours, twin = (_of_angles(lambda x, *t, f=f: f(x, 2 * x[:, :1], *t)) for f in _bound(rotary_dim=4))
-    q, _, angle, _ = _args(device, B=1, N=2, T=3, D=6, R=2)
-    check_transforms(ours, twin, [q, angle], (0,))
+def test_nested_vmap_of_queries_and_keys(device):
+    # keys mapped by the inner vmap alone, tables by the outer one
+    q, k = torch.randn(2, 3, 1, 2, 2, 4, device=device), torch.randn(3, 1, 1, 2, 4, device=device)
+    cos, sin = torch.randn(2, 2, 2, 4, device=device).unbind(1)
+    pulls = [
+        vmap(vmap(grad(lambda *a, f=f: sum(t.sin().sum() for t in f(*a)), (0, 1)), (0, 0, None, None)), (0, None, 0, 0))
+        for f in (opake_rope_qk, rope_qk_reference)
+    ]
+    torch.testing.assert_close(*(pull(q, k, cos, sin) for pull in pulls))
 
 
 def test_transforms_over_rows_of_their_own_tables(device, check_transforms):
@@ -183,7 +188,7 @@ def test_mixed_in_dims(dims, device):
         for shape, dim in zip(shapes, dims, strict=True)
     ]
     pulls = [
-        torch.func.vmap(torch.func.grad(lambda *a, f=f: sum(t.sin().sum() for t in f(*a)), (0, 1)), dims)
+        vmap(grad(lambda *a, f=f: sum(t.sin().sum() for t in f(*a)), (0, 1)), dims)
         for f in (opake_rope_qk, rope_qk_reference)
     ]
     torch.testing.assert_close(*(pull(*args) for pull in pulls))
@@ -197,14 +202,14 @@ def test_mapped_view_is_read_in_place(device, monkeypatch):
     )
     q = torch.randn(3, 5, 2, 8, device=device)
     cos, sin = torch.randn(2, 5, 8, device=device)
-    out = torch.func.vmap(lambda x: opake_rope(x.transpose(0, 1)[None], cos, sin)[0].transpose(0, 1))(q)
+    out = vmap(lambda x: opake_rope(x.transpose(0, 1)[None], cos, sin)[0].transpose(0, 1))(q)
     assert seen[0][0].data_ptr() == q.data_ptr()
     assert out.is_contiguous()
 
 
 def test_zero_examples(device):
     q, cos = torch.randn(0, 1, 2, 3, 4, device=device), torch.randn(3, 4, device=device)
-    grads = torch.func.vmap(torch.func.grad(lambda x: opake_rope(x, cos, cos).sum()))(q)
+    grads = vmap(grad(lambda x: opake_rope(x, cos, cos).sum()))(q)
     assert grads.shape == q.shape
 
 
@@ -221,9 +226,9 @@ def test_tables_get_no_gradient(device):
         opake_rope_qk(q, k, cos, sin)
     sin = sin.detach()
     with pytest.raises((ValueError, RuntimeError), match="cos and sin get no gradient"):
-        torch.func.grad(lambda c: opake_rope_qk(q, k, c, sin)[0].sum())(cos)
+        grad(lambda c: opake_rope_qk(q, k, c, sin)[0].sum())(cos)
     with pytest.raises((ValueError, RuntimeError), match="cos and sin get no gradient"):
-        torch.func.vmap(torch.func.grad(lambda c: opake_rope(q, c, sin).sum()))(torch.stack((cos, cos)))
+        vmap(grad(lambda c: opake_rope(q, c, sin).sum()))(torch.stack((cos, cos)))
 
 
 def test_bad_arguments(device):
@@ -322,12 +327,12 @@ def test_more_than_two_billion_elements_on_a_gpu(by_token):
     q, k, cos, sin = _args("cuda", B=1, N=N, K=1, T=T, D=D, R=D, dtype=BF16, by_token=by_token)
     q.requires_grad_()
     out, _ = opake_rope_qk(q, k, cos, sin)
-    grad = torch.randn_like(out)
-    (dq,) = torch.autograd.grad(out, q, grad)
+    dout = torch.randn_like(out)
+    (dq,) = torch.autograd.grad(out, q, dout)
     for cut in (slice(0, 2048), slice(T // 2, T // 2 + 2048), slice(T - 2048, T)):
         xs = q[:, :, cut].detach().double().requires_grad_()
         want = rope_reference(xs, cos[:, cut].double(), sin[:, cut].double())
-        (dxs,) = torch.autograd.grad(want, xs, grad[:, :, cut].double())
+        (dxs,) = torch.autograd.grad(want, xs, dout[:, :, cut].double())
         torch.testing.assert_close(out[:, :, cut].double(), want, rtol=2**-7, atol=2**-9)
         torch.testing.assert_close(dq[:, :, cut].double(), dxs, rtol=2**-7, atol=2**-9)
 
