@@ -62,7 +62,7 @@ def _kernel(
         sum_u = tl.zeros((BC, RU), tl.float32)
     if RD:
         sum_a = tl.zeros((BC, RD), tl.float32)
-    for first in tl.range(start, stop, BR, num_stages=STAGES):
+    for first in tl.range(start, stop, BR, num_stages=STAGES):  # pyright: ignore
         row = first + tl.arange(0, BR)
         row_mask = row < stop
         rows = (chunk // NC) * R + row

@@ -22,11 +22,13 @@ def fold_weight(w: torch.Tensor, groups: int, like: torch.Tensor) -> torch.Tenso
     Shared also where the group dimensions are expanded views: the batched engine's parameters hold one value each, and
     only their gradients differ. Strides are looked at, never values. `like`: rows with all groups.
     """
-    if not groups:
-        return w
-    if w.numel() and all(w.shape[i] == 1 or w.stride(i) == 0 for i in range(groups)):
-        return w[(0,) * groups]
-    return fold_shared(w, groups, like)
+    shared = w
+    for _ in range(groups):
+        size = shared.shape[0]
+        if not size or (size != 1 and shared.stride(0) != 0):
+            return fold_shared(w, groups, like)
+        shared = shared[0]
+    return shared
 
 
 def cast(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
