@@ -37,6 +37,7 @@ class TestLlamaDynamic(FamilySuite):
     """The sequence is longer than the table, so that the frequencies are stretched."""
 
     model_type = "llama"
+    causal = False
     config = {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
         "max_position_embeddings": 8,

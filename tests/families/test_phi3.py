@@ -25,6 +25,7 @@ class TestPhi3LongRope(FamilySuite):
     """The sequence is longer than the original table, so that the long factors are used."""
 
     model_type = "phi3"
+    causal = False
     config = {
         "max_position_embeddings": 32,
         "original_max_position_embeddings": 8,

@@ -23,8 +23,10 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     # tensors this small only wait for a second thread
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Bench(request.cls)
+    shared = Bench(request.cls)
+    yield shared
     torch.set_num_threads(threads)
+    shared.close()
 
 
 def pytest_configure(config: pytest.Config) -> None:

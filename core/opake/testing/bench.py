@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,17 @@ import torch
 from opake.checking.tiny import tiny_batch, tiny_config, tiny_model
 from opake.errors import GenericFamilyWarning
 from opake.patches import PatchReport, apply_model_patches
+from opake.patching.builtin import forget_registrations
+from opake.patching.state import any_live
 
 from .oracle import model_loop_gradients
+from .tables import keep_fresh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+MADE_ONCE = ("stock", "patched", "reference")
 Rows = dict[str, torch.Tensor]
 
 
@@ -33,8 +38,17 @@ class Bench:
 
     def __init__(self, suite: Any) -> None:
         self.suite = suite
-        for method in ("stock", "patched", "reference"):
+        for method in MADE_ONCE:
             setattr(self, method, functools.cache(getattr(self, method)))
+
+    def close(self) -> None:
+        """Let go of every model, and of our names in the public registries if no patched model is left."""
+        for method in MADE_ONCE:
+            delattr(self, method)
+        # models are cycles
+        gc.collect()
+        if not any_live():
+            forget_registrations()
 
     def config(self) -> PreTrainedConfig:
         """A fresh config."""
@@ -44,7 +58,9 @@ class Bench:
     def build(self, attention: str, dtype: str = "fp32") -> PreTrainedModel:
         """A fresh stock model in training mode; its parameters depend on nothing but the suite."""
         model = tiny_model(self.config(), attention=attention)
-        return model if dtype == "fp32" else self._cast(model, attention, DTYPES[dtype])
+        model = model if dtype == "fp32" else self._cast(model, attention, DTYPES[dtype])
+        keep_fresh(model)
+        return model
 
     def _cast(self, model: PreTrainedModel, attention: str, dtype: torch.dtype) -> PreTrainedModel:
         # built in its dtype, as from_pretrained would: a cast of the whole model would round the rotary tables too

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # relative to the largest entry of each tensor; float64 leaves no room for a wrong formula
 LIMITS = {"fp32": 5e-6, "fp64": 1e-9}
+# a gradient smaller than this share of the model's largest one is rounding noise
+NOISE = 1e-4
 
 
 class Suite:
@@ -26,6 +28,8 @@ class Suite:
     config: overrides of the tiny config that is derived from the config class, or a whole config
     attentions: the implementations that the family can be loaded with, the usual one first
     flags: given to every `apply_model_patches` of the suite
+    causal: whether the first tokens of a sequence are computed as if they were alone: not so with bidirectional
+        attention, nor where the rotary table depends on the length
     without: tests that the family cannot pass, by name without `test_`, each with the reason that is printed
     """
 
@@ -33,6 +37,7 @@ class Suite:
     config: ClassVar[Mapping[str, Any] | PreTrainedConfig] = {}
     attentions: ClassVar[tuple[str, ...]] = ("sdpa", "eager")
     flags: ClassVar[Mapping[str, Any]] = {}
+    causal: ClassVar[bool] = True
     without: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
@@ -65,6 +70,17 @@ def assert_close(got: Any, want: Any, limit: float = LIMITS["fp32"]) -> None:
         scale = b.abs().max().item()
         error = (a.double() - b.double()).abs().max().item() / (scale or math.inf)
         assert error <= limit, f"tensor {index} of shape {tuple(a.shape)}: relative error {error:.2e} > {limit:.0e}"
+
+
+def mean_error(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> float:
+    """Distance of each parameter's gradients, relative to their norm, averaged over parameters.
+
+    In low precision the largest single deviation is a matter of luck; the mean is not.
+    """
+    norms = {name: float(tensor.double().norm()) for name, tensor in want.items()}
+    floor = NOISE * max(norms.values())
+    errors = [float((got[name].double() - want[name].double()).norm()) / max(norms[name], floor) for name in want]
+    return sum(errors) / len(errors)
 
 
 def assert_bitwise(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], row: int) -> None:

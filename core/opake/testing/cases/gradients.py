@@ -3,19 +3,18 @@
 # ruff: noqa: TID253
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from opake.testing.cells import Cell
-from opake.testing.oracle import model_loop_gradients, relative_error
+from opake.testing.oracle import model_loop_gradients
 from opake.testing.switch import checkpointing
 from opake.testing.trace import operator_trace
 from opake.testing.vmapped import vmap_gradients
 
-from .base import LIMITS, Suite, assert_same_gradients
+from .base import LIMITS, Suite, assert_same_gradients, mean_error
 
 if TYPE_CHECKING:
     from opake.testing.bench import Bench, Rows
@@ -34,9 +33,9 @@ def assert_cell(bench: Bench, cell: Cell, got: Rows) -> None:
         assert_same_gradients(got, want, LIMITS[cell.dtype])
         return
     exact = bench.reference(cell.attention, "rounded", cell.padding)
-    stock = relative_error(bench.reference(cell.attention, "bf16", cell.padding), exact)
-    assert math.isfinite(stock)
-    assert_same_gradients(got, exact, 2 * stock)
+    stock = mean_error(bench.reference(cell.attention, "bf16", cell.padding), exact)
+    ours = mean_error(got, exact)
+    assert ours <= 2 * stock, f"error to float32 {ours:.2e}, more than twice that of the stock model, {stock:.2e}"
 
 
 class GradientCases(Suite):

@@ -12,6 +12,7 @@ import torch
 
 from opake.patches import apply_model_patches, patch_report, restore
 from opake.testing.snapshot import differences, imported, library_snapshot, model_snapshot
+from opake.testing.tables import refresh
 from opake.testing.vmapped import vmap_gradients
 
 from .base import Suite, assert_bitwise, assert_close
@@ -55,6 +56,7 @@ class PatchingCases(Suite):
         model(**bench.batch()).loss.backward()
         model.zero_grad()
         restore(model)
+        refresh(model)
         assert list(differences(before, model_snapshot(model))) == []
         assert patch_report(model) is None
 

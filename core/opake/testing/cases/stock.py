@@ -20,7 +20,7 @@ PREFIX = 7
 
 
 def gradients(model: Any, rows: Rows) -> Rows:
-    """Gradients of an ordinary backward pass over the whole batch; 0 for what it does not use, such as a vision tower."""
+    """Gradients of an ordinary backward pass over the whole batch; 0 for what it does not use, a vision tower say."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     loss = model(**rows).loss
     return dict(zip(params, torch.autograd.grad(loss, list(params.values()), materialize_grads=True), strict=True))
@@ -58,7 +58,7 @@ class StockCases(Suite):
             rows.pop("labels")
             got, want = (self._chunked(model, rows) for model in reversed(pair))
             assert_close(got, want)
-            if padding == "none":
+            if padding == "none" and self.causal:
                 assert_close(got, pair[0](**rows).logits[:, PREFIX:])
 
     def test_hidden_states_and_attentions(self, bench: Bench, pair: Any) -> None:
