@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _warned: set[str] = set()
+# where a call of the user passes through before it arrives here
+INSIDE = ("opake.patching", "contextlib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,5 +88,13 @@ def family_of(model_type: str, strict: bool) -> registry.Family | None:
         if model_type not in _warned:
             _warned.add(model_type)
             text = f"{error}. Patching it generically: attention, masks, batching, cache and checkpointing only"
-            warnings.warn(text, GenericFamilyWarning, stacklevel=5)
+            warnings.warn(text, GenericFamilyWarning, stacklevel=_callers_level())
         return None
+
+
+def _callers_level() -> int:
+    """The `stacklevel` at which a warning of our caller points out of the patch engine, to the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(INSIDE):
+        level, frame = level + 1, frame.f_back
+    return level
