@@ -89,16 +89,22 @@ def relative_error(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.T
 
 
 def loop_grads(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """{name: (rows, *shape)}: the gradient of each row alone, by ordinary backward passes of one row."""
+    """{name: (rows, *shape)}: the gradient of each row alone, by ordinary backward passes of one row.
+
+    Where Transformers ignores the mask of a single row (recurrent layers before 5.15) the row is handed over twice.
+    """
     import torch
 
     from opake import hf
+    from opake.masks import recurrent
 
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     options = {"use_cache": False} if hf.takes_use_cache(model, type(model).forward) else {}
+    times = 2 if recurrent.ignores_mask_of_one_row(model) else 1
     rows = []
     for i in range(len(batch["input_ids"])):
-        loss = model(**{name: tensor[i : i + 1] for name, tensor in batch.items()}, **options).loss
+        row = {name: torch.cat([tensor[i : i + 1]] * times) for name, tensor in batch.items()}
+        loss = model(**row, **options).loss
         rows.append(torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True))
     return {name: torch.stack(grads) for name, grads in zip(parameters, zip(*rows, strict=True), strict=True)}
 

@@ -18,6 +18,7 @@ _QWEN4 = {
     "indexer_budget": 4,
     "indexer_compress_ratio": 2,
 }
+_IMAGE = {"image_token_id": 1, "image_token_index": 1}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     # a hybrid of two layers needs its attention layer within them
@@ -50,7 +51,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots3_note_text": _DOTS3,
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
     # real checkpoints have the image token inside their vocabulary, so that no id is looked at
-    "gemma3": {"image_token_id": 1},
+    "gemma3": _IMAGE,
+    "gemma4": _IMAGE,
     "gemma3n_text": {
         "num_kv_shared_layers": 0,
         "intermediate_size": [48, 48],
@@ -64,6 +66,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {
+        "hash_seed": 0,
         "attn_layers": ["local", "lsh"],
         "axial_pos_embds": False,
         "local_attn_chunk_length": 4,
@@ -80,6 +83,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "xmod": {"default_language": "en_XX"},
     "zamba": {
+        "use_mamba_kernels": False,
         "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
     },

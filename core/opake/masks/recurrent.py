@@ -68,6 +68,13 @@ def mask_padding(
     return (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype)
 
 
+def ignores_mask_of_one_row(model: nn.Module) -> bool:
+    """Whether the unpatched model computes something else for a padded row alone than for two of it."""
+    return any(
+        globals_read(module, lambda value: _name(value) == APPLY and _is_stock(value)) for module in model.modules()
+    )
+
+
 def _method(inner: Callable[..., Any], self: nn.Module, attention_mask: Any, cache: Any) -> Any:
     return None if cache is not None and cache.has_previous_state() else attention_mask
 

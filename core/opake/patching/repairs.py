@@ -19,6 +19,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OtherLoss(ModelRecord):
+    """The loss of one row of a masked language model, or of a model that writes its loss out, inside transforms."""
+
+    flag: ClassVar[str] = "batchify"
+
+    def fits(self, module: nn.Module) -> Skip | None:
+        from opake.batching import other_loss
+
+        return other_loss.fits(module)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.batching import other_loss
+
+        return other_loss.apply(module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RecurrentMasks(ModelRecord):
     """The padding mask of linear-attention, Mamba and convolution layers, used whatever it says."""
 
@@ -108,4 +125,4 @@ class OldFunctions(ModelRecord):
         return functions.apply(module)
 
 
-REPAIRS = (MaskBuilders, RecurrentMasks, RouterLoss, EagerExperts, OldFunctions)
+REPAIRS = (OtherLoss, MaskBuilders, RecurrentMasks, RouterLoss, EagerExperts, OldFunctions)
