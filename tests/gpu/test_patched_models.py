@@ -63,7 +63,8 @@ def loop(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, to
     for i in range(4):
         loss = model(**{name: value[i : i + 1] for name, value in batch.items()}).loss
         found.append(torch.autograd.grad(loss, list(model.parameters())))
-    return {name: torch.stack(g).double() for (name, _), g in zip(model.named_parameters(), zip(*found, strict=True), strict=True)}
+    columns = zip(*found, strict=True)
+    return {name: torch.stack(g).double() for (name, _), g in zip(model.named_parameters(), columns, strict=True)}
 
 
 def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
