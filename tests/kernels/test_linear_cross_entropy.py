@@ -138,8 +138,51 @@ def test_many_chunks_of_tokens(dtype, reduction, chunk, device, small_tiles, che
     check(_data((tokens,), 16, 37, device, dtype), (0, 1, 3), chunk, reduction=reduction)
 
 
+@pytest.fixture
+def one_read(monkeypatch):
+    """The fused back end reads each logit of a frozen head once."""
+    monkeypatch.setattr(fused, "ONE_READ", True)
+
+
+@pytest.mark.parametrize("options", [o for o in OPTIONS if "label_smoothing" not in o])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_read(dtype, reduction, options, one_read, device, check):
+    check(_data((5,), 16, 37, device, dtype), (0,), None, reduction=reduction, **options)
+    check(_data((0,), 16, 37, device, dtype), (0,), None, reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("V", [300, 1024])
+def test_one_read_corrects_what_it_wrote(V, dtype, one_read, device, check):
+    # logits climb by far more than e^60 allows from tile to tile, and rows differ in where
+    h, w, y = _data((6,), 16, V, device, dtype, bias=False)
+    climb = torch.linspace(0, 300, V, device=device)
+    w[:, 0] = climb.to(dtype)
+    h[:, 0] = torch.tensor([1.0, 0.3, -1.0, 0.0, 1.0, 0.05], device=device).to(dtype)
+    for label in (0, V // 2, V - 1):
+        check([h, w, torch.full_like(y, label)], (0,), None, reduction="none")
+
+
+def test_one_read_in_chunks_and_out_of_range(one_read, small_tiles, device, check, monkeypatch):
+    h, w, y, b = _data((20,), 16, 37, device)
+    check([h, w, y, b], (0,), None)
+    with torch.no_grad():
+        torch.testing.assert_close(_op()(h, w, y, b), _twin()(h, w, y, b))
+    y[2], y[7] = 37, -100
+    monkeypatch.setattr(op, "check_labels", lambda *_: None)
+    h.requires_grad_()
+    loss = _op(reduction="none")(h, w, y, b)
+    (d,) = torch.autograd.grad(loss.sum(), h)
+    assert torch.isnan(loss).nonzero().tolist() == [[2]]
+    assert torch.isnan(d).all(1).nonzero().tolist() == [[2]]
+    assert not d[7].any()
+
+
 @pytest.mark.parametrize("logit", [30.0, 0.0])
-def test_confident_and_flat_logits(logit, chunk, device, check):
+@pytest.mark.parametrize("once", [False, True])
+def test_confident_and_flat_logits(once, logit, chunk, device, check, monkeypatch):
+    monkeypatch.setattr(fused, "ONE_READ", once)
     # the label wins by far: p - 1 must not be a difference of two numbers close to 1
     h, w, y = _data((6,), 8, 40, device, torch.bfloat16, bias=False)
     if logit:

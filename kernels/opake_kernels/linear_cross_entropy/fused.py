@@ -7,18 +7,23 @@ and small enough that the buffer is a fraction of what is saved. Leaves out grou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from opake_kernels.launch import cdiv
 
+from .exp_rows import exp_rows_, finish_rows
 from .passes import Gradients, Head, Need, accumulator_dtype, product_into
 from .softmax_grad import softmax_grad_
 
-__all__ = ["BUFFER_BYTES", "TILE_TOKENS", "chunk_tokens", "fused_pass"]
+__all__ = ["BUFFER_BYTES", "ONE_READ", "TILE_TOKENS", "chunk_tokens", "fused_pass"]
 
 # what the logits of a chunk may take, and the tile of the matrix unit in tokens
 BUFFER_BYTES = 256 * 2**20
 TILE_TOKENS = 128
+# off: reading each logit twice is what was timed on a device; once saves a third of the bytes, and was only compiled
+ONE_READ = False
 
 
 def chunk_tokens(R: int, V: int, element_size: int) -> int:
@@ -37,34 +42,66 @@ def _buffer(tokens: int, V: int, like: torch.Tensor) -> torch.Tensor:
 
 def fused_pass(head: Head, need: Need) -> Gradients:
     """See passes.py. Gradients: hidden in the dtype of x; weight and bias in float32."""
-    x, w, bias, labels = head.x, head.weight, head.bias, head.labels
-    (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
-    loss = torch.empty(R, dtype=wide, device=x.device)
-    lse = torch.empty_like(loss) if head.lse is None else head.lse
-    dx = torch.empty_like(x) if need.hidden else None
-    # the first chunk writes them
-    make = torch.empty if R else torch.zeros
-    dw = make(V, H, dtype=wide, device=x.device) if need.weight else None
-    db = torch.zeros(V, dtype=wide, device=x.device) if need.bias else None
+    frozen = need == (True, False, False) and head.lse is None and head.scale is None
+    if ONE_READ and frozen and head.settings.smoothing == 0.0 and head.x.dtype != torch.float16:
+        return _one_read(head)
+    return _two_reads(head, need)
 
+
+def _chunks(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(tokens, their logits in a buffer that the next chunk takes over)."""
+    x, w, bias = head.x, head.weight, head.bias
+    R, V = x.shape[0], w.shape[0]
     size = chunk_tokens(R, V, x.element_size())
     buffer = _buffer(size, V, x)
     for start in range(0, R, size):
-        part = slice(start, min(start + size, R))
-        z = buffer[: part.stop - start]
+        rows = slice(start, min(start + size, R))
+        z = buffer[: rows.stop - start]
         if bias is None:
-            torch.mm(x[part], w.t(), out=z)
+            torch.mm(x[rows], w.t(), out=z)
         else:
-            torch.addmm(bias, x[part], w.t(), out=z)
+            torch.addmm(bias, x[rows], w.t(), out=z)
+        yield rows, z
+
+
+def _one_read(head: Head) -> Gradients:
+    """A frozen head: the softmax is normalised after the second product (exp_rows.py)."""
+    x, w, labels = head.x, head.weight, head.labels
+    R, H = x.shape
+    loss, lse, factor, label = torch.empty(4, R, dtype=torch.float32, device=x.device).unbind()
+    dx = torch.empty(R, H, dtype=x.dtype, device=x.device)
+    product = None
+    for rows, z in _chunks(head):
+        exp_rows_(z, labels[rows], loss[rows], lse[rows], factor[rows], label[rows], head.settings)
+        # not rounded before it is complete
+        if product is None:
+            product = torch.empty(len(z), H, dtype=torch.float32, device=x.device)
+        part = product[: len(z)]
+        product_into(part, z, w, first=True)
+        finish_rows(part, dx[rows], w, labels[rows], factor[rows], label[rows])
+    return Gradients(loss, lse, dx)
+
+
+def _two_reads(head: Head, need: Need) -> Gradients:
+    x, w = head.x, head.weight
+    (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
+    loss = torch.empty(R, dtype=wide, device=x.device)
+    lse = torch.empty_like(loss) if head.lse is None else head.lse
+    dx = torch.empty(R, H, dtype=x.dtype, device=x.device) if need.hidden else None
+    # the first chunk writes it
+    make = torch.empty if R else torch.zeros
+    dw = make(V, H, dtype=wide, device=x.device) if need.weight else None
+    db = torch.zeros(V, dtype=wide, device=x.device) if need.bias else None
+    for rows, z in _chunks(head):
         softmax_grad_(
-            z, labels[part], loss[part], lse[part], head.settings,
+            z, head.labels[rows], loss[rows], lse[rows], head.settings,
             gradient=any(need), known=head.lse is not None,
-            scale_R=None if head.scale is None else head.scale[part],
+            scale_R=None if head.scale is None else head.scale[rows],
         )  # fmt: skip
         if dx is not None:
-            torch.mm(z, w, out=dx[part])
+            torch.mm(z, w, out=dx[rows])
         if dw is not None:
-            product_into(dw, z.t(), x[part], first=start == 0)
+            product_into(dw, z.t(), x[rows], first=rows.start == 0)
         if db is not None:
             db += z.sum(0, dtype=wide)
     return Gradients(loss, lse, dx, dw, db)

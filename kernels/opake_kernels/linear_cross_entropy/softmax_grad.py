@@ -1,7 +1,6 @@
 """One launch over rows of logits: loss and logsumexp of each token, and the gradient written over the logits.
 
-A row is read twice, the second time from the cache as long as the rows under way fit in it: so few programs with many
-warps, one row each. Only a buffer that nobody else holds may be handed in.
+A row is read twice and written once. Only a buffer that nobody else holds may be handed in.
 """
 
 from __future__ import annotations
@@ -83,5 +82,5 @@ def softmax_grad_(
         _softmax_grad_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R, lse_R if scale_R is None else scale_R,
         z_RV.stride(0), V, settings.ignore_index, settings.scale, settings.softcap, settings.smoothing,
         CAP=bool(settings.softcap), SMOOTH=bool(settings.smoothing), GRAD=gradient, KNOWN=known,
-        SCALED=scale_R is not None, T=T, W=W, num_warps=max(T // 32, 1),
+        SCALED=scale_R is not None, T=T, W=W, num_warps=max(T // 64, 1),
     )  # fmt: skip
