@@ -10,7 +10,7 @@ import pytest
 from .cells import PART, chosen, grid, part_name
 
 if TYPE_CHECKING:
-    from .bench import Bench
+    from .workbench import Bench
 
 
 @pytest.fixture(scope="class")
@@ -18,7 +18,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     """The models, batches and reference gradients that the tests of one suite share."""
     import torch
 
-    from .bench import Bench
+    from .workbench import Bench
 
     # tensors this small only wait for a second thread
     threads = torch.get_num_threads()

@@ -28,7 +28,7 @@ from .cases.rows import RowCases
 from .cases.stock import StockCases
 
 if TYPE_CHECKING:
-    from .bench import Bench
+    from .workbench import Bench
 
 
 class ModelSuite(PatchingCases, StockCases, GradientCases, RowCases, LoraCases):

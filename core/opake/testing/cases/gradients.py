@@ -17,7 +17,7 @@ from opake.testing.vmapped import vmap_gradients
 from .base import LIMITS, Suite, assert_same_gradients, mean_error
 
 if TYPE_CHECKING:
-    from opake.testing.bench import Bench, Rows
+    from opake.testing.workbench import Bench, Rows
 
 
 def finite(gradients: Rows) -> bool:

@@ -19,7 +19,7 @@ from .gradients import assert_cell
 from .stock import gradients
 
 if TYPE_CHECKING:
-    from opake.testing.bench import Bench
+    from opake.testing.workbench import Bench
 
 FLAGS = ("rope", "rms_norm", "activation", "cross_entropy")
 EVERY = "every kernel"

@@ -19,7 +19,7 @@ from opake.testing.vmapped import vmap_gradients
 from .base import LIMITS, Suite, assert_close, assert_same_gradients
 
 if TYPE_CHECKING:
-    from opake.testing.bench import Bench
+    from opake.testing.workbench import Bench
 
 
 def with_lora(model: Any, **options: Any) -> Any:

@@ -18,7 +18,7 @@ from opake.testing.vmapped import vmap_gradients
 from .base import Suite, assert_bitwise, assert_close
 
 if TYPE_CHECKING:
-    from opake.testing.bench import Bench
+    from opake.testing.workbench import Bench
 
 
 class PatchingCases(Suite):

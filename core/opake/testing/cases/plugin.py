@@ -12,7 +12,7 @@ from opake.hookspecs import HOOKS
 from .base import Suite
 
 if TYPE_CHECKING:
-    from opake.testing.bench import Bench
+    from opake.testing.workbench import Bench
 
 HEAVY = ("torch", "transformers", "triton", "peft")
 

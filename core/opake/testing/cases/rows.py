@@ -18,7 +18,7 @@ from .base import LIMITS, Suite, assert_bitwise, assert_same_gradients
 from .stock import gradients
 
 if TYPE_CHECKING:
-    from opake.testing.bench import Bench, Rows
+    from opake.testing.workbench import Bench, Rows
 
 ROW = 1
 

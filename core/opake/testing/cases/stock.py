@@ -14,7 +14,7 @@ from opake.testing.cells import PADDINGS
 from .base import LIMITS, Suite, assert_close, assert_same_gradients
 
 if TYPE_CHECKING:
-    from opake.testing.bench import Bench, Rows
+    from opake.testing.workbench import Bench, Rows
 
 PREFIX = 7
 
