@@ -9,6 +9,7 @@ from .gated import (
     opake_relu_squared,
     opake_swiglu,
 )
+from .linear_cross_entropy import opake_linear_cross_entropy_loss
 from .lora import opake_lora_mlp, opake_lora_qkv, opake_lora_w
 from .rms_norm import opake_rms_norm
 from .rope import opake_rope, opake_rope_qk
@@ -20,6 +21,7 @@ __all__ = [
     "opake_gated_activation",
     "opake_geglu_approx",
     "opake_geglu_exact",
+    "opake_linear_cross_entropy_loss",
     "opake_lora_mlp",
     "opake_lora_qkv",
     "opake_lora_w",

@@ -34,7 +34,9 @@ class LossOnly:
         # one reason a call: the first is the cause
         if not self.noted:
             self.noted = True
-            notes.note(self.model, f"loss_only: logits were computed, {reason}")
+            head = hf.output_embeddings(self.model)
+            kind = "" if head is None or is_plain(head) else f" (the head is a {_named(type(head))})"
+            notes.note(self.model, f"loss_only: logits were computed, {reason}{kind}")
 
     def defer(self, inner: Callable[..., Any], linear: Any, x: torch.Tensor) -> Any:
         weight, bias = linear.weight, linear.bias
@@ -46,7 +48,9 @@ class LossOnly:
         compute = (lambda: inner(linear, x)) if weight.dim() == 2 else (lambda: _by_example(x, weight, bias))
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-        return DeferredLogits(Head(weight, bias, compute, self.note, self.chunk), x, dtype)
+        # fused on CUDA, chunked elsewhere, also where Triton is interpreted
+        chunk = self.chunk or (None if x.is_cuda else True)
+        return DeferredLogits(Head(weight, bias, compute, self.note, chunk), x, dtype)
 
 
 def _unplain(linear: nn.Module, weight: Any, bias: Any) -> str | None:
@@ -58,6 +62,10 @@ def _unplain(linear: nn.Module, weight: Any, bias: Any) -> str | None:
     if linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return "the head has hooks that look at its output"
     return None
+
+
+def _named(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _by_example(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
