@@ -166,6 +166,15 @@ def test_backward_in_parts(rows, ranks, device, check_op, monkeypatch):
     _check(check_op, args)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [3, 33])
+def test_tiles_that_hang_over_no_edge(rank, dtype, device, check_op):
+    args = _case((2, 64), dtype, device, ranks=(rank, 2, 2), param=torch.float32, inter=128)
+    for i in ADAPTERS:
+        args[i] = args[i].expand(2, *args[i].shape)
+    _check(check_op, args)
+
+
 def test_a_group_longer_than_a_chunk(device, check_op, monkeypatch):
     monkeypatch.setattr(gate_kernels, "CHUNK", 64)
     _check(check_op, _case((2, 150), torch.float32, device))
