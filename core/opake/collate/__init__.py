@@ -1,5 +1,6 @@
-"""Turning lists of rows into batches: empty batches, and right padding without a mask."""
+"""Turning lists of rows into batches: empty batches, right padding without a mask, microbatches of one size."""
 
+from .microbatches import LogicalBatch, Microbatches, Rows
 from .right import RightPaddingCollator
 
-__all__ = ["RightPaddingCollator"]
+__all__ = ["LogicalBatch", "Microbatches", "RightPaddingCollator", "Rows"]

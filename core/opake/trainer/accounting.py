@@ -1,0 +1,128 @@
+"""What has been spent: the history of noisy steps, and the epsilon that follows from it.
+
+The mechanism is DP-SGD with Poisson sampling (Abadi et al. 2016), composed through privacy loss distributions (Koskela
+et al. 2020; Doroshenko et al. 2022, "Connect the Dots") by Google's dp-accounting. Neighbouring data sets differ by one
+row, added or removed. Every rounding is upward, so the epsilon is a bound. Nothing here draws or sees data.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from typing import Any, NamedTuple, Protocol
+
+from opake.errors import InputError, MissingDependency
+
+# width of a bucket of the discretised loss, and how many there may be
+INTERVAL, MOST_BUCKETS = 1e-3, 100_000
+LARGEST_NOISE = 1e5
+
+
+class Phase(NamedTuple):
+    """`steps` steps in a row with the same sampling rate and noise multiplier."""
+
+    sampling_rate: float
+    noise_multiplier: float
+    steps: int
+
+
+class History:
+    """All steps that have been made, in order; plain numbers, so that a checkpoint holds them as JSON."""
+
+    def __init__(self, phases: Iterable[Phase] = ()) -> None:
+        self.phases: tuple[Phase, ...] = tuple(phases)
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def add(self, sampling_rate: float, noise_multiplier: float, steps: int = 1) -> None:
+        """Count steps; an empty batch counts like any other."""
+        before = self.phases
+        if before and before[-1][:2] == (sampling_rate, noise_multiplier):
+            before, steps = before[:-1], steps + before[-1].steps
+        self.phases = (*before, Phase(sampling_rate, noise_multiplier, steps))
+
+    @classmethod
+    def from_json(cls, value: Any) -> History:
+        """Raises InputError unless `value` is a list of phases, each an object."""
+        try:
+            phases = [Phase(**entry) for entry in value]
+            valid = all(0 < q <= 1 and sigma >= 0 and steps == int(steps) > 0 for q, sigma, steps in phases)
+        except (TypeError, ValueError):
+            valid, phases = False, []
+        if not valid:
+            raise InputError(f"no privacy history: {value!r:.200}; it is a list of {', '.join(Phase._fields)}")
+        return cls(phases)
+
+
+class Accountant(Protocol):
+    """Turns a history into epsilon; an upper bound, never an estimate."""
+
+    name: str
+
+    def epsilon(self, phases: Sequence[Phase], delta: float) -> float: ...
+
+
+class PLDAccountant:
+    """Accounting by privacy loss distributions; needs the extra `opake[dp]`, else MissingDependency."""
+
+    def __init__(self) -> None:
+        _distributions()
+        self.name = f"PLD (dp-accounting {metadata.version('dp-accounting')})"
+
+    def epsilon(self, phases: Sequence[Phase], delta: float) -> float:
+        """The smallest epsilon known for this delta; 0 without steps, infinite without noise."""
+        made = [phase for phase in phases if phase.steps]
+        if not made or any(phase.noise_multiplier == 0 for phase in made):
+            return math.inf if made else 0.0
+        interval = max(_interval(phase.noise_multiplier) for phase in made)
+        losses = [_one_step(q, sigma, interval).self_compose(steps) for q, sigma, steps in made]
+        return float(functools.reduce(lambda a, b: a.compose(b), losses).get_epsilon_for_delta(delta))
+
+
+def noise_for(target: float, delta: float, rate: float, steps: int, accountant: Accountant) -> float:
+    """The smallest noise multiplier, to a thousandth, with which `steps` steps stay within epsilon `target`.
+
+    Raises InputError where no noise suffices.
+    """
+
+    def suffices(sigma: float) -> bool:
+        return accountant.epsilon([Phase(rate, sigma, steps)], delta) <= target
+
+    enough = 1.0
+    while not suffices(enough):
+        enough *= 2
+        if enough > LARGEST_NOISE:
+            raise InputError(
+                f"no noise keeps {steps} steps within epsilon {target} at delta {delta}; raise target_delta"
+            )
+    short = enough / 2
+    while suffices(short):
+        enough, short = short, short / 2
+    while enough / short > 1.001:
+        middle = math.sqrt(enough * short)
+        enough, short = (middle, short) if suffices(middle) else (enough, middle)
+    return enough
+
+
+def _distributions() -> Any:
+    try:
+        from dp_accounting.pld import privacy_loss_distribution
+    except ImportError as error:
+        raise MissingDependency(f"accounting needs dp-accounting ({error}); pip install 'opake[dp]'") from error
+    return privacy_loss_distribution
+
+
+def _interval(noise_multiplier: float) -> float:
+    """Wider buckets where so little noise makes losses so large."""
+    widest = 0.5 / noise_multiplier**2 + 10 / noise_multiplier
+    return INTERVAL * 2 ** max(0, math.ceil(math.log2(widest / MOST_BUCKETS / INTERVAL)))
+
+
+@functools.lru_cache(maxsize=8)
+def _one_step(rate: float, noise_multiplier: float, interval: float) -> Any:
+    make = _distributions().from_gaussian_mechanism
+    return make(noise_multiplier, sampling_prob=rate, value_discretization_interval=interval)

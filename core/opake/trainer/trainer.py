@@ -1,0 +1,287 @@
+"""`DPTrainer`: Transformers' trainer whose gradient is clipped per example, noised and accounted.
+
+Only what privacy needs is overridden: the batches, the gradient of a step, what is logged and what is saved. The loop,
+optimisers, schedules, callbacks, evaluation and checkpoints are Transformers' own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import get_last_checkpoint
+
+from opake.collate import LogicalBatch, Microbatches, RightPaddingCollator, Rows
+from opake.errors import InputError, OptionTypeError
+from opake.functional.batched_engine import adds_router_loss
+from opake.functional.module import in_place
+from opake.patches import apply_model_patches, apply_runtime_patches
+from opake.patching.target import locate
+from opake.trainer import card, traps
+from opake.trainer.accounting import Accountant, History, PLDAccountant, noise_for
+from opake.trainer.arguments import TrainingArguments
+from opake.trainer.gradient import PrivateGradient, Statistics
+from opake.trainer.randomness import Randomness
+from opake.trainer.sampling import PoissonSampler
+
+_log = logging.getLogger("opake.trainer")
+
+
+class DPTrainer(transformers.Trainer):
+    """`transformers.Trainer` with DP-SGD (Abadi et al. 2016).
+
+    Takes the arguments of `transformers.Trainer`; `args` is an `opake.trainer.TrainingArguments`. The model is patched
+    here, after adapters have been attached. To define the loss of a row, override `compute_per_example_loss`.
+
+    history: the noisy steps made so far. accountant: turns them into epsilon, see `epsilon()` and `privacy_card()`.
+    patch_report: what `apply_model_patches` did. engines: how gradients were computed, and why so.
+
+    Raises InputError for whatever would break privacy in silence (`opake.trainer.traps`), UnsupportedModel for a module
+    that is no Transformers model without `use_compat_patches=False`, MissingDependency without dp-accounting.
+    """
+
+    args: TrainingArguments
+    model: Any
+    optimizer: Any
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **named: Any,
+    ) -> None:
+        if not isinstance(args, TrainingArguments):
+            raise OptionTypeError(f"args is an opake.trainer.TrainingArguments, got {type(args).__name__}")
+        if not isinstance(model, nn.Module):
+            raise OptionTypeError(f"model is an nn.Module, got {type(model).__name__}; model_init is not taken")
+        traps.refuse(model, args, data_collator, train_dataset, named)
+        self.accountant: Accountant = PLDAccountant()
+        self.history, self.engines = History(), {}
+        self._randomness = Randomness(args.noise_seed, args.process_index)
+        self._sampler = None if train_dataset is None else self._poisson(args, len(train_dataset))
+        collator = data_collator or _padding_right(model, processing_class)
+        super().__init__(model, args, collator, train_dataset, eval_dataset, processing_class, **named)
+        traps.refuse_launch(self)
+        apply_runtime_patches(**args.patch_flags())
+        self.patch_report = apply_model_patches(model, **args.patch_flags())
+        self._own_loss = type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
+        self._gradient: PrivateGradient | None = None
+        self._statistics, self._sigma = Statistics(args.device), math.nan
+
+    def compute_per_example_loss(self, model: nn.Module, row: dict[str, Any]) -> torch.Tensor:
+        """The loss of one row, a scalar; override it to change what is learned.
+
+        row: what the collator made of one row, a batch of one: every tensor has a leading dimension of 1. It runs under
+        `torch.func`, so it must not branch on values. Overriding it leaves the vmap engine as the only one.
+        """
+        return _loss_in(model(**row), model)
+
+    def _poisson(self, args: TrainingArguments, rows: int) -> PoissonSampler:
+        def first() -> int:
+            return self.history.steps - self.state.global_step % len(self.sampler)
+
+        return PoissonSampler(rows, args.rate_for(rows), self._randomness, first=first, processes=args.world_size)
+
+    @property
+    def sampler(self) -> PoissonSampler:
+        """The only source of batches and of the sampling rate that is accounted."""
+        if self._sampler is None:
+            raise ValueError("DPTrainer: training and accounting need a train_dataset")
+        return self._sampler
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Logical batches, cut into microbatches; never sharded by accelerate, for each process has its own share."""
+        args, dataset, collator = self.args, self.train_dataset, self.data_collator
+        if hasattr(dataset, "column_names"):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+        return DataLoader(
+            Rows(dataset),
+            batch_sampler=self.sampler,
+            collate_fn=Microbatches(collator, self._microbatch_size()),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def _microbatch_size(self) -> int:
+        share = math.ceil(self.sampler.expected / self.sampler.processes)
+        return self.args.microbatch_size or max(1, min(self.args.per_device_train_batch_size, share))
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The expected size: what Transformers shows, and computes throughput from."""
+        return max(1, round(self.sampler.expected))
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Set the noisy gradient of one logical batch; returns NaN, for the loss is private."""
+        self.model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        batch: LogicalBatch = inputs._replace(microbatches=[self._prepare_input(rows) for rows in inputs.microbatches])
+        gradient, done = self._gradient or self._build_gradient(), self.history.steps
+        # counted first: should anything fail from here on, too much is reported and not too little
+        self.history.add(self.sampler.rate, self._sigma)
+        seen = gradient(batch, noise_multiplier=self._sigma, expected=self.sampler.expected, step=done)
+        for one in seen:
+            if one.reason not in self.engines:
+                self.engines[one.reason] = one.engine
+                _log.info("per-example gradients by the %s engine: %s", one.engine, one.reason)
+                entry: Any = {"engine": one.engine, "engine_reason": one.reason, "step": done}
+                self.state.log_history.append(entry)
+        if self.args.log_private_statistics:
+            self._statistics.add(seen, batch.rows)
+        return torch.tensor(math.nan, device=self.args.device)
+
+    def _build_gradient(self) -> PrivateGradient:
+        self._gradient = PrivateGradient(
+            self._row_loss if self._own_loss else self.model,
+            {name: p for name, p in self.model.named_parameters() if p.requires_grad},
+            self._randomness,
+            clip_norm=self.args.per_example_clip_norm,
+            microbatch_size=self._microbatch_size(),
+            engine=self.args.engine,
+            processes=self.args.world_size,
+        )
+        return self._gradient
+
+    def _row_loss(self, params: Mapping[str, torch.Tensor], **row: Any) -> torch.Tensor:
+        batch = {name: value.unsqueeze(0) if torch.is_tensor(value) else value for name, value in row.items()}
+        with in_place(self.model, params):
+            return self.compute_per_example_loss(self.model, batch)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Loss of an evaluation batch, and logits by name; training does not come here."""
+        logits = return_outputs and not self.args.prediction_loss_only
+        outputs = model(**inputs) if logits or not self._own_loss else {}
+        if self._own_loss:
+            count = next(value.shape[0] for value in inputs.values() if torch.is_tensor(value))
+            rows = [{name: value[i : i + 1] for name, value in inputs.items()} for i in range(count)]
+            loss = torch.stack([self.compute_per_example_loss(model, row) for row in rows]).mean()
+        else:
+            loss = _loss_in(outputs, model)
+        named = {"loss": loss, **{key: outputs[key] for key in ("logits",) if key in outputs}}
+        return (loss, named) if return_outputs else loss
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """What has been spent so far, at `delta` (default: `self.delta`)."""
+        return self.accountant.epsilon(self.history.phases, delta or self.delta)
+
+    @property
+    def delta(self) -> float:
+        """`target_delta`, or N ** -1.1 for N rows."""
+        return self.args.target_delta or max(2, self.sampler.rows) ** -1.1
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as Transformers does; the noise is calibrated here, for the steps that are planned.
+
+        Raises InputError if a checkpoint has no privacy history, or if the plan would spend more than `target_epsilon`.
+        """
+        folder, done = resume_from_checkpoint or None, 0
+        if folder is True:
+            folder = get_last_checkpoint(str(self.args.output_dir))
+            if folder is None:
+                raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
+        if folder is not None:
+            history = card.read_history(folder)
+            done = transformers.TrainerState.load_from_json(str(Path(folder, "trainer_state.json"))).global_step
+            if history.steps < done:
+                raise InputError(f"{folder} has made {done} steps, but {history.steps} of them were accounted")
+            self.history = max(history, self.history, key=lambda known: known.steps)
+        self._sigma = self._planned_noise(done)
+        out = super().train(folder, *args, **kwargs)
+        return out._replace(training_loss=self._statistics.mean_loss())
+
+    def _planned_noise(self, done: int) -> float:
+        """The noise multiplier of the steps to come, `done` steps of the plan being made."""
+        args, rate, spent = self.args, self.sampler.rate, self.history
+        if args.target_epsilon is None:
+            return args.noise_multiplier or 0.0
+        steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * len(self.sampler))
+        if not spent.phases:
+            return noise_for(args.target_epsilon, self.delta, rate, steps, self.accountant)
+        planned, sigma = History(spent.phases), spent.phases[-1].noise_multiplier
+        planned.add(rate, sigma, max(0, steps - done))
+        epsilon = self.accountant.epsilon(planned.phases, self.delta)
+        if epsilon > args.target_epsilon:
+            raise InputError(
+                f"{planned.steps} steps, {spent.steps} of them made, would spend epsilon {epsilon:.3f} of "
+                f"target_epsilon={args.target_epsilon}; plan fewer steps, or raise target_epsilon"
+            )
+        return sigma
+
+    def privacy_card(self) -> dict[str, Any]:
+        """What was done and what follows from it, as written next to the weights."""
+        args, drawn = self.args, self.sampler
+        return card.make(
+            self.history,
+            self.epsilon(),
+            delta=self.delta,
+            test_only=args.noise_seed is not None,
+            accountant=self.accountant.name,
+            target_epsilon=args.target_epsilon,
+            per_example_clip_norm=args.per_example_clip_norm,
+            sampling=f"Poisson, rate {drawn.rate:.6g} of {drawn.rows} rows, {drawn.expected:.6g} expected a step",
+            processes=args.world_size,
+            logged_without_noise=args.log_private_statistics,
+        )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add epsilon and delta to training logs; losses only where `log_private_statistics` asks for them."""
+        over = "train_runtime" in logs
+        if over or "learning_rate" in logs:
+            for key in ("loss", "train_loss", "total_flos"):
+                logs.pop(key, None)
+            if self.args.log_private_statistics:
+                taken = self._statistics.take()
+                logs.update({"train_loss": self._statistics.mean_loss()} if over else taken)
+            name = "epsilon" if self.args.noise_seed is None else "epsilon_test_only"
+            logs.update({name: self.epsilon(), "delta": self.delta})
+        super().log(logs, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as Transformers does, and the privacy card beside it."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save and self._sampler is not None:
+            card.write(output_dir or str(self.args.output_dir), self.privacy_card())
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """0: the true number depends on how many rows were drawn."""
+        return 0
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError("hyperparameter_search spends privacy in each trial without accounting; search on public data")
+
+
+def _loss_in(outputs: Any, model: nn.Module) -> torch.Tensor:
+    value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if value is None:
+        way_out = "let its forward return a mapping with 'loss', or override compute_per_example_loss"
+        raise InputError(f"{type(model).__name__} returned {type(outputs).__name__} without 'loss'; {way_out}")
+    return value
+
+
+def _padding_right(model: nn.Module, processing_class: Any) -> RightPaddingCollator | None:
+    """The default collator of a causal language model; None leaves the choice to Transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    inner: Any = locate(model).model
+    if type(inner).__name__ not in CAUSAL.values():
+        return None
+    mask = adds_router_loss(inner) or getattr(inner.config, "use_bidirectional_attention", False)
+    pad = getattr(processing_class, "pad_token_id", None) or 0
+    return RightPaddingCollator(pad_token_id=pad, multiple_of=8, keep_mask=bool(mask))
