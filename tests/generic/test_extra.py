@@ -1,4 +1,4 @@
-"""Families beyond the documented ones, each tried by name: gradients in the grid of situations, rows, generation, restore.
+"""Families beyond the documented ones, each tried by name: gradients in many situations, rows, generation, restore.
 
 Those that a plugin claims by now run with it, the others generically. The cells that a run takes rotate, as in the
 conformance suite; the others are slow.
@@ -31,7 +31,7 @@ FAMILIES = (
 )
 # the implementation that Transformers chooses, and the one that every model has
 CELLS = [cell for cell in grid(("default", "eager")) if cell.dtype == "fp32"]
-AT_A_TIME = 4
+AT_A_TIME = 6
 pytestmark = [
     pytest.mark.filterwarnings("ignore::opake.errors.GenericFamilyWarning"),
     # stock experts and routers run under vmap row by row: right and slow

@@ -1,4 +1,4 @@
-"""The whole conformance suite for two model types that no plugin claims."""
+"""The whole conformance suite for model types that no plugin claims."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ class TestGptNeoX(GenericSuite):
     """Parallel residual, combined projections, partial rotation."""
 
     model_type = "gpt_neox"
+
+
+class TestBloom(GenericSuite):
+    """Attention written out by hand, with ALiBi; an activation that is an autograd function of the old form."""
+
+    model_type = "bloom"
+    attentions = ("eager",)

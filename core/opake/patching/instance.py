@@ -6,6 +6,7 @@ copy of the module is bound to the copy. Signature, name and documentation stay 
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -108,9 +109,18 @@ def layers(fn: object, busy: tuple[FunctionType, ...] = ()) -> Iterator[Function
 
 @functools.lru_cache(maxsize=4096)
 def read_names(code: CodeType) -> frozenset[str]:
-    """Names of globals (and attributes) that a code object reads, in its lambdas and comprehensions too."""
-    inner = [read_names(const) for const in code.co_consts if isinstance(const, CodeType)]
-    return frozenset(code.co_names).union(*inner)
+    """Names of the globals that a code object reads, in its lambdas and comprehensions too."""
+    own = (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return frozenset(own).union(*map(read_names, _inner(code)))
+
+
+def mentioned_names(code: CodeType) -> frozenset[str]:
+    """Names of globals and attributes that a code object mentions, in its lambdas and comprehensions too."""
+    return frozenset(code.co_names).union(*map(mentioned_names, _inner(code)))
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [const for const in code.co_consts if isinstance(const, CodeType)]
 
 
 def _rebound_cell(cell: Any, names: dict[str, Any], busy: tuple[FunctionType, ...]) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from .instance import layers, read_names, rebind, unbound
+from .instance import layers, mentioned_names, read_names, rebind, unbound
 from .undo import Skip, Undo, put
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def methods(module: nn.Module) -> tuple[str, ...]:
 
 @functools.cache
 def _methods(cls: type[nn.Module]) -> tuple[str, ...]:
-    read = frozenset().union(*(read_names(layer.__code__) for layer in layers(cls.forward)))
+    read = frozenset().union(*(mentioned_names(layer.__code__) for layer in layers(cls.forward)))
     called = (name for name in sorted(read) if name != "forward" and _is_own_method(cls, name))
     return ("forward", *called)
 
