@@ -17,7 +17,7 @@ from opake.patches import restore_runtime
 from opake.patching.flags import FLAGS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
     r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -151,8 +151,8 @@ def test_the_plugin_in_the_guide_is_the_example() -> None:
 
 
 def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> None:
-    navigation = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(navigation) == sorted(file.name for file in (ROOT / "docs").glob("*.md"))
+    navigation = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(str(f.relative_to(ROOT / "docs")) for f in (ROOT / "docs").rglob("*.md"))
     for file in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", file.read_text()):
             assert (file.parent / target).exists(), f"{file.name} links to {target}"
