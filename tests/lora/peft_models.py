@@ -21,9 +21,10 @@ def with_lora(model: Any, name: str = "default", **options: Any) -> Any:
     """`model` in PEFT, every adapter away from its initial zero, in the dtype of the model."""
     settings = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
     with warnings.catch_warnings():
-        # PEFT says that it sets fan_in_fan_out, and that a lora_bias cannot be merged
+        # PEFT on what it does to fan_in_fan_out, on merging a lora_bias, on patterns that it makes itself
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
         warnings.filterwarnings("ignore", "`lora_bias=True` was passed", UserWarning)
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         found = get_peft_model(model, LoraConfig(**settings), adapter_name=name)
     return randomised(found.to(next(model.parameters()).dtype))
 

@@ -49,6 +49,11 @@ def is_lora(module: object) -> bool:
     return "peft.tuners.lora.layer" in sys.modules and isinstance(module, _classes()[1])
 
 
+def is_parameter(module: object) -> bool:
+    """Whether this is PEFT's LoRA around a bare parameter of another module."""
+    return is_lora(module) and type(module).__name__ == "ParamWrapper"
+
+
 def read(module: Any, x: torch.Tensor | None = None) -> Projection | str:
     """The projection that `module` computes for `x` (None: for any input it can take), or why it is not one."""
     if type(module) is nn.Linear:

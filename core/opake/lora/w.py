@@ -13,13 +13,13 @@ from opake.patching.notes import note
 from opake.patching.undo import Skip, Undo
 from opake_kernels.lora import opake_lora_w
 
-from .layers import is_linear, is_lora, parameters_of, read
+from .layers import is_linear, is_lora, is_parameter, parameters_of, read
 
 
 def sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every LoRA layer; `fits` says which of them are projections."""
+    """Every LoRA layer but those of bare parameters; `fits` says which of them are projections."""
     for name, module in model.named_modules():
-        if is_lora(module):
+        if is_lora(module) and not is_parameter(module):
             yield name, module
 
 

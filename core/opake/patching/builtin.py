@@ -218,6 +218,28 @@ class LoraProjection(ModelRecord):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LoraParameter(ModelRecord):
+    """LoRA on a bare parameter, such as stacked experts or a router, put in place without a write inside transforms."""
+
+    flag: ClassVar[str] = "batchify"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        from opake.lora import parameters
+
+        return parameters.sites(model)
+
+    def fits(self, module: nn.Module) -> Skip | None:
+        from opake.lora import parameters
+
+        return parameters.fits(module)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.lora import parameters
+
+        return parameters.apply(module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class NoDropout(ModelRecord):
     """Every dropout probability of the model set to zero until restore."""
 
@@ -235,7 +257,9 @@ def core_records(target: Target) -> list[Record]:
 
     around = target.wrappers
     first = (FoldedAttention, Masking, *REPAIRS, PerExampleLoss, RotaryTables, PaddingCheck)
-    return [kind(around) for kind in (*first, Rematerialise, NoDropout, KVCache, LoraProjection, Batchify)]
+    return [
+        kind(around) for kind in (*first, Rematerialise, NoDropout, KVCache, LoraProjection, LoraParameter, Batchify)
+    ]
 
 
 def generic_records(target: Target, flags: set[str]) -> list[Record]:

@@ -134,7 +134,9 @@ def gate_backward(
     DU = torch.empty_like(D)
     ranks = [c.stop - c.start for c in columns] + [K.shape[1]]
     RG, RU, RD = (max(16, next_power_of_2(r)) if r else 0 for r in ranks)
-    BR, NB = 64 if max(RG, RU, RD) <= 32 else 32, cdiv(C, BC)
+    # larger tiles need more shared memory in fp32, or more registers at high ranks, than every device has
+    BR = 64 if max(RG, RU, RD) <= 32 and D.dtype.itemsize == 2 else 32
+    NB = cdiv(C, BC)
     size = _chunk(groups, R, NB)
     NC = max(1, cdiv(R, size))
     sums = [torch.empty(groups * NC, C, r, dtype=torch.float32, device=D.device) if r else None for r in ranks]
