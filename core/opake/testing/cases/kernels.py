@@ -7,6 +7,7 @@ family answers is skipped with that reason.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,13 +30,15 @@ class KernelCases(Suite):
     @pytest.fixture
     def switched(self, bench: Bench, kernel: str) -> dict[str, bool]:
         """The flags to apply with; skips where the family has nothing for them."""
-        wanted = FLAGS if kernel == EVERY else (kernel,)
+        return self._applicable(bench, FLAGS if kernel == EVERY else (kernel,))
+
+    def _applicable(self, bench: Bench, wanted: Sequence[str]) -> dict[str, bool]:
         report = bench.apply(bench.build(self.attentions[0]), **dict.fromkeys(wanted, True))
         rows = [row for flag in wanted for row in report.find(flag=flag)]
         applied = {row.flag for row in rows if row.state == "applied"}
         if not applied:
-            reasons = {f"{row.record}: {row.reason}" for row in rows} or {f"the family declares no {kernel}"}
-            pytest.skip("; ".join(sorted(reasons)))
+            reasons = {f"{row.record}: {row.reason}" for row in rows}
+            pytest.skip("; ".join(sorted(reasons)) or f"the family declares no {', '.join(wanted)}")
         return dict.fromkeys(sorted(applied), True)
 
     @pytest.mark.parametrize("kernel", [*FLAGS, EVERY])
@@ -57,3 +60,16 @@ class KernelCases(Suite):
         assert_close(got.loss, want.loss)
         assert_close(got.logits, want.logits)
         assert_same_gradients(gradients(model, rows), gradients(stock, rows), LIMITS["fp32"])
+
+    @pytest.mark.parametrize("padding", ["right", "left"])
+    def test_loss_only(self, bench: Bench, attention: str, padding: str) -> None:
+        """A call that asks for the loss alone gets it without logits, and the same gradients."""
+        switched = self._applicable(bench, ("fused_linear_cross_entropy",))
+        model, rows = bench.build(attention), bench.batch(padding)
+        bench.apply(model, **switched)
+        out, want = model(**rows, loss_only=True), bench.stock(attention).train()(**rows)
+        assert out.logits is None
+        assert_close(out.loss, want.loss)
+        assert_close(model(**rows).logits, want.logits)
+        got = vmap_gradients(model, rows, loss_only=True)
+        assert_same_gradients(got, bench.reference(attention, "fp32", padding), LIMITS["fp32"])
