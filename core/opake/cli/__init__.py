@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from opake import __version__
+from opake.bench import cli as bench
 from opake.cli import demo, doctor, families
 from opake.cli.output import fail, group
 from opake.errors import InputError, OpakeError, OptionTypeError, UnknownFamily, UnknownOption
@@ -19,6 +20,7 @@ USAGE = (UnknownFamily, UnknownOption, OptionTypeError, InputError)
 
 app = group(name="opake", help="Exact per-example gradients and fused kernels for Hugging Face Transformers models.")
 app.add_typer(families.app, name="families")
+app.add_typer(bench.app, name="bench")
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 app.command("demo", epilog=demo.EPILOG)(demo.demo)
 
