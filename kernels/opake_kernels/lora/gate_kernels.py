@@ -21,8 +21,8 @@ __all__ = ["MAX_RANK", "gate_backward"]
 MAX_RANK = 64
 # rows of a group that one program adds up at most, and programs that keep the device busy
 CHUNK, PROGRAMS = 512, 512
-# columns of a tile, warps, and tiles on their way at once: no spilled registers, twelve warps a multiprocessor
-BC, WARPS, STAGES = 64, 4, 2
+# columns of a tile, and warps
+BC, WARPS = 64, 4
 
 Weight = torch.Tensor | None
 
@@ -134,9 +134,9 @@ def gate_backward(
     DU = torch.empty_like(D)
     ranks = [c.stop - c.start for c in columns] + [K.shape[1]]
     RG, RU, RD = (max(16, next_power_of_2(r)) if r else 0 for r in ranks)
-    # larger tiles need more shared memory in fp32, or more registers at high ranks, than every device has
-    BR = 64 if max(RG, RU, RD) <= 32 and D.dtype.itemsize == 2 else 32
-    NB = cdiv(C, BC)
+    # tiles on their way keep a multiprocessor fed where twelve warps of it fit beside them; fp32 has no room for them
+    short = D.dtype.itemsize == 2
+    BR, STAGES, NB = 64 if short and max(RG, RU, RD) <= 32 else 32, 3 if short else 1, cdiv(C, BC)
     size = _chunk(groups, R, NB)
     NC = max(1, cdiv(R, size))
     sums = [torch.empty(groups * NC, C, r, dtype=torch.float32, device=D.device) if r else None for r in ranks]
