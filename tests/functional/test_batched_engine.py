@@ -18,8 +18,8 @@ from opake.checking.tiny import tiny_batch, tiny_model
 from opake.errors import EngineUnavailable
 from opake.functional import clipped_grad, make_functional, per_example_grads
 from opake.functional.batched_engine import causal_row_losses
-from opake.patches import apply_model_patches, restore
-from opake.patching.state import Applied, state_of
+from opake.patches import apply_model_patches, patch_report, restore
+from opake.patching.state import Applied, axis_parameters, state_of
 from opake.patching.undo import Undo
 from opake.records import Record
 from opake.testing.oracle import model_loop_gradients, relative_error
@@ -156,11 +156,11 @@ def test_a_poisoned_row_stays_alone():
 
 def test_one_blind_parameter_sends_auto_to_vmap():
     model, batch = axis_aware(built()), tiny_batch()
-    model.get_base_model().lm_head.weight.requires_grad_()
+    model.get_input_embeddings().weight.requires_grad_()
     out = clipped_grad(model, clip_norm=1.0)(trainable(model), **batch)
     assert out.engine == "vmap"
     assert (
-        "1 of 34 trainable parameters are consumed by an op without an example axis: base_model.model.lm_head"
+        "1 of 34 trainable parameters are consumed by an op without an example axis: base_model.model.model.embed"
         in out.reason
     )
     with pytest.raises(EngineUnavailable, match="PeftModelForCausalLM: 1 of 34 trainable parameters"):
@@ -170,11 +170,25 @@ def test_one_blind_parameter_sends_auto_to_vmap():
 def test_a_tied_parameter_is_blind_where_one_of_its_ops_is():
     model = tiny_model("llama", tie_word_embeddings=True)
     apply_model_patches(model)
-    state_of(model).applied.append(
-        Applied(AxisAware("weight"), "model.embed_tokens", model.model.embed_tokens, Undo([]))
-    )
+    # the loss takes it with an example axis, the embedding does not
+    assert "lm_head.weight" in axis_parameters(model)
     params = {"model.embed_tokens.weight": model.lm_head.weight}
     assert clipped_grad(model, clip_norm=1.0)(params, **tiny_batch()).engine == "vmap"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_trainable_head(bias):
+    model, batch = tiny_model("llama"), tiny_batch()
+    if bias:
+        bare, model.lm_head = model.lm_head, torch.nn.Linear(32, 97)
+        model.lm_head.weight.data.copy_(bare.weight.data)
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    want = model_loop_gradients(model, **batch)
+    apply_model_patches(model)
+    got = per_example_grads(model, engine="batched")(trainable(model), **batch)
+    assert relative_error(got, want) < 1e-5
+    assert not patch_report(model).fallbacks
 
 
 @pytest.mark.parametrize(

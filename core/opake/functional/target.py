@@ -110,7 +110,7 @@ def _model_loss(model: torch.nn.Module, has_aux: bool) -> Callable:
         if not has_aux and takes_loss_only(model):
             batch["loss_only"] = True
         out = fmodel(params, **batch)
-        return _scalar(_own_loss(model, out, batch)).float(), _aux(out) if has_aux else ()
+        return _scalar(_own_loss(model, out, kwargs)).float(), _aux(out) if has_aux else ()
 
     return loss
 
