@@ -78,9 +78,7 @@ class PLDAccountant:
         made = [phase for phase in phases if phase.steps]
         if not made or any(phase.noise_multiplier == 0 for phase in made):
             return math.inf if made else 0.0
-        interval = max(_interval(phase.noise_multiplier) for phase in made)
-        losses = [_one_step(q, sigma, interval).self_compose(steps) for q, sigma, steps in made]
-        return float(functools.reduce(lambda a, b: a.compose(b), losses).get_epsilon_for_delta(delta))
+        return _composed(tuple(made), delta)
 
 
 def noise_for(target: float, delta: float, rate: float, steps: int, accountant: Accountant) -> float:
@@ -120,6 +118,13 @@ def _interval(noise_multiplier: float) -> float:
     """Wider buckets where so little noise makes losses so large."""
     widest = 0.5 / noise_multiplier**2 + 10 / noise_multiplier
     return INTERVAL * 2 ** max(0, math.ceil(math.log2(widest / MOST_BUCKETS / INTERVAL)))
+
+
+@functools.lru_cache(maxsize=64)
+def _composed(phases: tuple[Phase, ...], delta: float) -> float:
+    interval = max(_interval(phase.noise_multiplier) for phase in phases)
+    losses = [_one_step(q, sigma, interval).self_compose(steps) for q, sigma, steps in phases]
+    return float(functools.reduce(lambda a, b: a.compose(b), losses).get_epsilon_for_delta(delta))
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,0 +1,386 @@
+"""Proofs (c) and (d), and that a run is an ordinary run of Transformers: logs, evaluation, saving, any model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import TrainerCallback
+
+from opake.checking.tiny import tiny_config, tiny_model
+from opake.collate import RightPaddingCollator
+from opake.demo.model import with_adapters
+from opake.errors import GenericFamilyWarning, InputError
+from opake.patches import restore_runtime
+from opake.trainer import DPTrainer
+from opake.trainer.accounting import Phase
+
+from .subjects import Classifier, Gradients, arguments, classifier, rows, trainer, weights
+
+
+@pytest.fixture(autouse=True)
+def _clean_process():
+    yield
+    restore_runtime()
+
+
+def texts(count: int = 12, length: int | None = None) -> list[dict]:
+    generator = torch.Generator().manual_seed(2)
+    sizes = torch.randint(4, 12, (count,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(3, 97, (length or n,), generator=generator).tolist()} for n in sizes]
+
+
+ORDINARY = {"learning_rate": 0.1, "lr_scheduler_type": "constant", "max_steps": 4}
+EXACT = {"noise_multiplier": 0.0, "per_example_clip_norm": math.inf, "sampling_rate": 1.0, "microbatch_size": 5}
+
+
+def ordinary(folder, model, data, collator=None) -> torch.Tensor:
+    """Weights after full-batch training by Transformers' own trainer."""
+    args = transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=len(data),
+        max_grad_norm=0.0,
+        optim="sgd",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        **ORDINARY,
+    )
+    transformers.Trainer(model, args, train_dataset=data, data_collator=collator).train()
+    return weights(model)
+
+
+def test_without_noise_and_bound_it_is_full_batch_training(tmp_path) -> None:
+    expected = ordinary(tmp_path, classifier(), rows())
+    it = trainer(tmp_path, **EXACT, **ORDINARY)
+    it.train()
+    torch.testing.assert_close(weights(it.model), expected, rtol=1e-6, atol=1e-7)
+    assert (expected - weights(classifier())).abs().max() > 0.01
+
+
+def test_without_noise_and_bound_it_is_full_batch_training_of_a_language_model(tmp_path) -> None:
+    data = texts(length=9)
+    expected = ordinary(tmp_path, tiny_model("llama"), data, RightPaddingCollator())
+    model = tiny_model("llama")
+    args = arguments(tmp_path, use_compat_patches=True, **EXACT, **ORDINARY)
+    DPTrainer(model, args, train_dataset=data).train()
+    torch.testing.assert_close(weights(model), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_the_gradient_is_divided_by_the_expected_size_whatever_was_drawn(tmp_path) -> None:
+    gradients = Gradients()
+    it = trainer(tmp_path, callbacks=[gradients], **{**EXACT, "sampling_rate": 0.4}, learning_rate=0.0, noise_seed=3)
+    it.train()
+    data, model, sizes = rows(), classifier(), set()
+    for step, found in enumerate(gradients.seen):
+        chosen = it.sampler.draw(step)
+        sizes.add(len(chosen))
+        total = torch.zeros_like(found)
+        for place in chosen:
+            loss = model(data[place]["features"][None], torch.tensor([data[place]["labels"]]))["loss"]
+            total += torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(model.parameters()))])
+        torch.testing.assert_close(found, total / (0.4 * len(data)), rtol=1e-5, atol=1e-7)
+    assert len(sizes) > 1
+
+
+def test_rows_are_clipped_one_by_one(tmp_path) -> None:
+    gradients = Gradients()
+    it = trainer(tmp_path, callbacks=[gradients], **{**EXACT, "per_example_clip_norm": 1e-3}, learning_rate=0.0)
+    it.train()
+    assert float(gradients.seen[0].norm()) <= 1e-3
+    assert it.history.steps == len(gradients.seen) == 4
+
+
+class Killed(TrainerCallback):
+    """Ends a run as a crash would, in the middle of an epoch."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            raise KeyboardInterrupt
+
+
+RESUMED = {"max_steps": 11, "save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch", "learning_rate": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("killed", "privacy"),
+    [(4, {"noise_multiplier": 0.7}), (6, {"target_epsilon": 6.0}), (10, {"noise_multiplier": 0.7})],
+)
+def test_a_killed_run_resumes_to_the_same_epsilon_and_weights(tmp_path, killed, privacy) -> None:
+    options = {**RESUMED, "noise_seed": 11, "expected_batch_size": 5, **privacy}
+    whole = trainer(tmp_path / "whole", **options)
+    whole.train()
+    broken = trainer(tmp_path / "broken", callbacks=[Killed(killed)], **options)
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    again = trainer(tmp_path / "broken", **options)
+    again.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(again.model), weights(whole.model))
+    assert again.history.phases == whole.history.phases == (Phase(5 / 24, whole.history.phases[0][1], 11),)
+    assert again.epsilon() == whole.epsilon() <= privacy.get("target_epsilon", math.inf)
+    assert (again.state.global_step, again.state.epoch) == (whole.state.global_step, whole.state.epoch) == (11, 2.2)
+
+
+def test_a_resumed_run_counts_all_steps_with_fresh_randomness(tmp_path) -> None:
+    trainer(tmp_path, **{**RESUMED, "max_steps": 6}).train()
+    again = trainer(tmp_path, **RESUMED)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert again.history.steps == again.state.global_step == 11
+
+
+def test_without_a_history_nothing_is_resumed(tmp_path) -> None:
+    trainer(tmp_path, **RESUMED).train()
+    checkpoint = tmp_path / "checkpoint-9"
+    again = trainer(tmp_path, **RESUMED)
+    before = weights(again.model).clone()
+    held = json.loads((checkpoint / "privacy.json").read_text())
+    held["history"][0]["steps"] = 4
+    (checkpoint / "privacy.json").write_text(json.dumps(held))
+    with pytest.raises(InputError, match="has made 9 steps, but 4 of them were accounted"):
+        again.train(resume_from_checkpoint=str(checkpoint))
+    (checkpoint / "privacy.json").write_text("{}")
+    with pytest.raises(InputError, match="holds no privacy history"):
+        again.train(resume_from_checkpoint=str(checkpoint))
+    (checkpoint / "privacy.json").unlink()
+    with pytest.raises(InputError, match=r"has no privacy\.json.*resume from a checkpoint of DPTrainer"):
+        again.train(resume_from_checkpoint=str(checkpoint))
+    assert again.history.steps == 0
+    assert torch.equal(weights(again.model), before)
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        trainer(tmp_path / "elsewhere").train(resume_from_checkpoint=True)
+
+
+def test_a_spent_budget_is_not_overdrawn(tmp_path) -> None:
+    it = trainer(tmp_path, target_epsilon=2.0)
+    it.train()
+    spent = it.epsilon()
+    assert 1.9 < spent <= 2.0
+    with pytest.raises(InputError, match=r"8 steps, 4 of them made, would spend epsilon .* of target_epsilon=2.0"):
+        it.train()
+    assert it.epsilon() == spent
+    free = trainer(tmp_path)
+    free.train()
+    once = free.epsilon()
+    free.train()
+    assert free.history.steps == 8
+    assert free.epsilon() > once
+
+
+def test_epochs_are_counted_in_expected_passes(tmp_path) -> None:
+    it = trainer(tmp_path, max_steps=-1, num_train_epochs=2.5, expected_batch_size=6)
+    it.train()
+    assert it.state.global_step == it.history.steps == 10
+    assert it.state.epoch == 2.5
+
+
+LOGGED = {"logging_strategy": "steps", "logging_steps": 2}
+
+
+def test_logs_hold_epsilon_and_nothing_without_noise(tmp_path, caplog) -> None:
+    caplog.set_level(logging.INFO, "opake.trainer")
+    it = trainer(tmp_path, **LOGGED, **{**RESUMED, "max_steps": 6})
+    out = it.train()
+    engine, *steps, end = it.state.log_history
+    assert engine == {"engine": "vmap", "engine_reason": next(iter(it.engines)), "step": engine["step"]}
+    assert "per-example gradients by the vmap engine: " in caplog.text
+    assert [set(entry) for entry in steps] == 3 * [{"learning_rate", "grad_norm", "epsilon", "delta", "epoch", "step"}]
+    assert [entry["epsilon"] for entry in steps] == sorted({entry["epsilon"] for entry in steps})
+    assert not {"train_loss", "total_flos", "loss"} & set(end)
+    assert end["epsilon"] == it.epsilon()
+    assert math.isnan(out.training_loss)
+    state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    assert state["total_flos"] == state["num_input_tokens_seen"] == 0
+
+
+def test_statistics_without_noise_are_logged_on_request(tmp_path) -> None:
+    it = trainer(tmp_path, log_private_statistics=True, noise_seed=4, **LOGGED, max_steps=6)
+    out = it.train()
+    steps = [entry for entry in it.state.log_history if "batch_size" in entry]
+    sizes = [len(it.sampler.draw(step)) for step in range(6)]
+    assert [entry["batch_size"] for entry in steps] == [sum(sizes[i : i + 2]) / 2 for i in (0, 2, 4)]
+    assert all(0 <= entry["clipped_fraction"] <= 1 and entry["dropped_rows"] == 0 for entry in steps)
+    assert all(0.3 < entry["loss"] < 3 for entry in steps)
+    assert all("epsilon_test_only" in entry and "epsilon" not in entry for entry in steps)
+    weighted = sum(entry["loss"] * entry["batch_size"] * 2 for entry in steps) / sum(sizes)
+    assert out.training_loss == pytest.approx(weighted, rel=1e-5)
+    assert it.state.log_history[-1]["train_loss"] == pytest.approx(weighted, rel=1e-5)
+
+
+def test_the_card_is_saved_with_the_model(tmp_path) -> None:
+    it = trainer(tmp_path, target_epsilon=3.0, noise_seed=1)
+    it.train()
+    it.save_model()
+    card = json.loads((tmp_path / "privacy.json").read_text())
+    assert card == it.privacy_card()
+    assert card["epsilon"] == it.epsilon() <= 3.0
+    assert card["test_only"] is True
+    assert card["history"] == [it.history.phases[0]._asdict()]
+    assert {"mechanism", "unit", "delta", "sampling", "accountant", "per_example_clip_norm", "versions"} <= set(card)
+    text = (tmp_path / "PRIVACY.md").read_text()
+    assert f"**epsilon = {card['epsilon']:.3f}** at delta" in text
+    assert "For tests only" in text
+    assert "Poisson, rate 0.25 of 24 rows" in text
+
+
+def test_a_run_without_noise_claims_no_epsilon(tmp_path) -> None:
+    it = trainer(tmp_path, **EXACT)
+    it.train()
+    it.save_model()
+    assert math.isinf(it.epsilon())
+    assert json.loads((tmp_path / "privacy.json").read_text())["epsilon"] is None
+    assert "**no finite epsilon**" in (tmp_path / "PRIVACY.md").read_text()
+    assert "For tests only" not in (tmp_path / "PRIVACY.md").read_text()
+
+
+def test_evaluation_and_prediction_are_ordinary_and_cost_nothing(tmp_path) -> None:
+    def accuracy(found):
+        return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
+
+    it = trainer(tmp_path, eval_dataset=rows(7), compute_metrics=accuracy, per_device_eval_batch_size=3)
+    metrics = it.evaluate()
+    logits = it.model(torch.stack([row["features"] for row in rows(7)]))["logits"]
+    labels = torch.tensor([row["labels"] for row in rows(7)])
+    assert metrics["eval_accuracy"] == (logits.argmax(-1) == labels).double().mean().item()
+    assert it.predict(rows(7)).predictions.shape == (7, 3)
+    assert it.epsilon() == 0
+
+
+class Smoothed(DPTrainer):
+    """The documented way to another loss."""
+
+    def compute_per_example_loss(self, model, row):
+        assert row["features"].shape == (1, 4)
+        assert isinstance(model, Classifier)
+        out = model(row["features"])
+        return nn.functional.cross_entropy(out["logits"], row["labels"], label_smoothing=0.3)
+
+
+def test_the_loss_of_a_row_can_be_overridden(tmp_path) -> None:
+    it = trainer(tmp_path, of=Smoothed, eval_dataset=rows(), **EXACT, **ORDINARY)
+    model = classifier()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.stack([r["features"] for r in rows()]), torch.tensor([r["labels"] for r in rows()])
+    loss = nn.functional.cross_entropy(model(x)["logits"], y, label_smoothing=0.3)
+    assert it.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for _ in range(4):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x)["logits"], y, label_smoothing=0.3).backward()
+        optimiser.step()
+    it.train()
+    torch.testing.assert_close(weights(it.model), weights(model), rtol=1e-5, atol=1e-6)
+    assert set(it.engines.values()) == {"vmap"}
+
+
+def test_a_model_without_a_loss_says_what_to_do(tmp_path) -> None:
+    class Mute(Classifier):
+        def forward(self, features, labels=None):
+            return {"logits": self.head(self.body(features))}
+
+    it = trainer(tmp_path, model=Mute(), eval_dataset=rows())
+    with pytest.raises(InputError, match="Mute returned no loss"):
+        it.train()
+    assert it.history.steps == 1, "what failed after the draw is counted"
+    with pytest.raises(InputError, match="override compute_per_example_loss"):
+        it.evaluate()
+
+
+def test_an_adapter_is_trained_and_saved_in_the_format_of_peft(tmp_path) -> None:
+    from peft import PeftModel
+
+    model = with_adapters(tiny_model("llama"))
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    args = arguments(tmp_path, use_compat_patches=True, learning_rate=0.5, **LOGGED)
+    it = DPTrainer(model, args, train_dataset=texts(), eval_dataset=texts(3))
+    it.train()
+    it.save_model()
+    assert it.patch_report.rows
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    again = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path))
+    kept = {name: p for name, p in again.named_parameters() if "lora_" in name}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert kept.keys() == trained.keys()
+    assert all(torch.equal(kept[name], trained[name]) for name in kept)
+    assert (tmp_path / "privacy.json").is_file()
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}, {"engine": "vmap"}])
+def test_a_frozen_bfloat16_base_with_adapters(tmp_path, options) -> None:
+    names = set(transformers.TrainingArguments.__dataclass_fields__)
+    if not set(options) <= names | {"engine"}:
+        options = {"gradient_checkpointing": True}
+    model = with_adapters(tiny_model("llama").bfloat16())
+    before = weights(model).clone()
+    DPTrainer(model, arguments(tmp_path, use_compat_patches=True, **options), train_dataset=texts()).train()
+    assert not torch.equal(weights(model), before)
+    assert torch.isfinite(weights(model).float()).all()
+
+
+def padded(batch: list[dict]) -> dict[str, torch.Tensor]:
+    made = RightPaddingCollator(keep_mask=True)([{"input_ids": row["input_ids"]} for row in batch])
+    return {**made, "labels": torch.tensor([row["labels"] for row in batch])}
+
+
+@pytest.mark.filterwarnings("ignore::opake.errors.GenericFamilyWarning")
+@pytest.mark.parametrize("model_type", ["llama", "bert"])
+def test_a_classification_head_on_a_transformers_model(tmp_path, model_type) -> None:
+    assert issubclass(GenericFamilyWarning, Warning)
+    config = tiny_config(model_type)
+    config.num_labels, config.is_decoder = 3, False
+    torch.manual_seed(0)
+    data = [{**row, "labels": i % 3} for i, row in enumerate(texts())]
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    args = arguments(tmp_path, use_compat_patches=True, **EXACT, max_steps=1, learning_rate=0.1)
+    twin = transformers.AutoModelForSequenceClassification.from_config(config)
+    twin.load_state_dict(model.state_dict())
+    it = DPTrainer(model, args, train_dataset=data, eval_dataset=data[:5], data_collator=padded)
+    before = weights(model).clone()
+    assert it.predict(data[:5]).predictions.shape == (5, 3)
+    it.train()
+    total = sum(twin.train()(**padded([row])).loss for row in data) / len(data)
+    total.backward()
+    used = [torch.zeros_like(p) if p.grad is None else p.grad for p in twin.parameters()]
+    moved = torch.cat([g.reshape(-1) for g in used])
+    torch.testing.assert_close(before - weights(model), 0.1 * moved, rtol=1e-3, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore::opake.errors.GenericFamilyWarning")
+def test_rows_of_causal_models_are_padded_right_by_default(tmp_path) -> None:
+    it = DPTrainer(tiny_model("llama"), arguments(tmp_path, use_compat_patches=True), train_dataset=texts())
+    assert isinstance(it.data_collator, RightPaddingCollator)
+    assert not it.data_collator.keep_mask
+    batch = next(batch for batch in it.get_train_dataloader() if batch.rows)
+    ids, labels = batch.microbatches[0]["input_ids"], batch.microbatches[0]["labels"]
+    assert ids.shape[1] % 8 == 0
+    assert ((labels == -100) <= (ids == 0)).all()
+    mixture = DPTrainer(
+        tiny_model("mixtral", output_router_logits=True),
+        arguments(tmp_path, use_compat_patches=True),
+        train_dataset=texts(),
+    )
+    assert isinstance(mixture.data_collator, RightPaddingCollator)
+    assert mixture.data_collator.keep_mask
+
+
+def test_workers_and_columns_that_the_model_does_not_take(tmp_path) -> None:
+    data = [{**row, "comment": "never seen"} for row in rows()]
+    it = trainer(tmp_path, train_dataset=data, dataloader_num_workers=1, noise_seed=2, optim="adamw_torch")
+    alone = trainer(tmp_path, noise_seed=2, optim="adamw_torch")
+    for one in (it, alone):
+        one.train()
+    assert torch.equal(weights(it.model), weights(alone.model))
+
+
+def test_accounting_without_the_library_says_how_to_get_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "dp_accounting.pld", None)
+    with pytest.raises(ImportError, match=r"pip install 'opake\[dp\]'"):
+        trainer(tmp_path)
