@@ -27,7 +27,8 @@ class Case:
     arguments(small): the positional arguments with a leading example axis on those that `in_dims` maps; `small` asks
     for sizes at which the GPU's work is nothing, to time Python. diff: positions to differentiate. nbytes: fewest of
     forward plus backward. liger: imports and returns the rival, None if it has none. grouped: position of the weight
-    that takes an example axis of its own in plain autograd; None for ops without a weight.
+    that takes an example axis of its own in plain autograd, or positions of weights that take it as expanded views, as
+    the batched engine gives it; None for ops without a weight.
     """
 
     op: str
@@ -39,7 +40,7 @@ class Case:
     torch: Op
     ours: Op
     liger: Callable[[], Op] | None = None
-    grouped: int | None = None
+    grouped: int | tuple[int, ...] | None = None
 
 
 CASES: dict[str, Callable[[], Case]] = {}

@@ -79,9 +79,17 @@ def group(op: Op, case: Case, args: tuple[Any, ...]) -> Callable[[], Any]:
     """Per-example gradients in plain autograd: the weight repeated along an example axis."""
     if case.grouped is None:
         raise ValueError(f"{case.op} has no weight to group")
-    full = list(args)
-    full[case.grouped] = full[case.grouped].expand(args[0].shape[0], *full[case.grouped].shape).contiguous()
-    return plain(op, tuple(full), case.diff)
+    full, B = list(args), args[0].shape[0]
+    if isinstance(case.grouped, int):
+        full[case.grouped] = full[case.grouped].expand(B, *full[case.grouped].shape).contiguous()
+        return plain(op, tuple(full), case.diff)
+    for i in case.grouped:
+        full[i] = full[i].expand(B, *full[i].shape)
+    # a clone of an expanded view would hold a value for each example
+    leaves = [a.detach().requires_grad_() if i in case.diff else a for i, a in enumerate(full)]
+    inputs = [leaves[i] for i in case.diff]
+    cotangents = [torch.randn_like(o) for o in _tuple(op(*leaves))]
+    return lambda: torch.autograd.grad(_tuple(op(*leaves)), inputs, cotangents)
 
 
 def captured(fn: Callable[[], Any]) -> Callable[[], Any]:

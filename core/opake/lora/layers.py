@@ -66,16 +66,15 @@ def read(module: Any, x: torch.Tensor | None = None) -> Projection | str:
 
 
 def _taking(found: Projection, module: Any, x: torch.Tensor) -> Projection | str:
-    W = found.W
+    W, device = found.W, x.device
     if type(x) not in PLAIN_TENSORS:
         return f"the input is a {type(x).__name__}"
-    if x.device != W.device:
+    if device != W.device:
         return "the input is on another device than the weight"
-    if not torch.is_autocast_enabled(x.device.type):
-        if x.dtype != W.dtype:
-            return "the input has another dtype than the weight"
-        if found.A is not None and found.A.dtype != x.dtype and not getattr(module, "cast_input_dtype_enabled", True):
-            return "casting of the input is disabled"
+    if x.dtype != W.dtype and not torch.is_autocast_enabled(device.type):
+        return "the input has another dtype than the weight"
+    if found.A is not None and found.A.dtype != x.dtype and not getattr(module, "cast_input_dtype_enabled", True):
+        return "casting of the input is disabled"
     return found
 
 
@@ -85,8 +84,8 @@ def _lora(module: Any) -> Projection | str:
         return "adapters are disabled"
     if module.merged_adapters:
         return "adapters are merged"
-    factors = children["lora_A"]._modules
-    active = [name for name in module.active_adapters if name in factors]
+    factors, names = children["lora_A"]._modules, module._active_adapter
+    active = [name for name in ((names,) if isinstance(names, str) else names) if name in factors]
     base = _base(children["base_layer"], module)
     if isinstance(base, str) or not active:
         return base
@@ -109,7 +108,7 @@ def _with_adapter(module: Any, base: Projection, name: str) -> Projection | str:
     up: Any = children["lora_B"]._modules[name]
     if type(down) is not nn.Linear or type(up) is not nn.Linear:
         return f"the adapter is made of {type(down).__name__} and {type(up).__name__}"
-    if hooked(dropout) or hooked(down) or hooked(up):
+    if hooked(down) or hooked(up) or hooked(dropout):
         return "there is a hook inside the adapter"
     A: Any = down._parameters["weight"]
     B: Any = up._parameters["weight"]
@@ -148,13 +147,14 @@ def _plain(tensor: Any) -> bool:
 
 def hooked(module: Any) -> bool:
     """Whether calling `module` runs anything besides the forward of its class: hooks, or a forward of its own."""
-    return bool(called_around(module)) or "forward" in vars(module)
+    return "forward" in vars(module) or called_around(module)
 
 
 def called_around(module: Any) -> bool:
     """Whether hooks run when `module` is called."""
+    own = vars(module)
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     )
 
 
