@@ -37,8 +37,9 @@ help:
 	@echo "make matrix    the test suite on the oldest, a middle and the newest supported Transformers"
 	@echo "make clean     remove everything that make created"
 
+# threads that wait for work must not take a core from those that do it
 demo: $(VENV)/.demo
-	$(BIN)/opake demo
+	OMP_WAIT_POLICY=passive $(BIN)/opake demo
 
 test: check
 	@echo "== pytest: everything but the kernels"
