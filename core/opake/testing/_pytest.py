@@ -41,7 +41,7 @@ def pytest_report_header() -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Spread the cases of a suite over what its family can be loaded with."""
     attentions = getattr(metafunc.cls, "attentions", None)
-    if attentions is None:
+    if metafunc.cls is None or attentions is None:
         return
     if "attention" in metafunc.fixturenames:
         metafunc.parametrize("attention", attentions, scope="class")

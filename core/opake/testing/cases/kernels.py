@@ -6,6 +6,7 @@ family answers is skipped with that reason.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,16 +14,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from opake.testing.cells import Cell
+from opake.testing.oracle import model_loop_gradients
+from opake.testing.switch import checkpointing
 from opake.testing.vmapped import vmap_gradients
 
 from .base import LIMITS, Suite, assert_close, assert_same_gradients
 from .gradients import assert_cell
+from .lora import with_lora
 from .stock import gradients
 
 if TYPE_CHECKING:
     from opake.testing.workbench import Bench
 
 FLAGS = ("rope", "rms_norm", "activation", "cross_entropy")
+FUSIONS = ("fused_linear_cross_entropy", "lora_w", "lora_qkv", "lora_mlp")
 EVERY = "every kernel"
 
 
@@ -40,6 +45,13 @@ class KernelCases(Suite):
             reasons = {f"{row.record}: {row.reason}" for row in rows}
             pytest.skip("; ".join(sorted(reasons)) or f"the family declares no {', '.join(wanted)}")
         return dict.fromkeys(sorted(applied), True)
+
+    def test_every_record_is_served(self, bench: Bench) -> None:
+        """What the family declares applies to its own model, with adapters on every linear layer."""
+        report = bench.apply(with_lora(bench.build(self.attentions[0])), **dict.fromkeys((*FLAGS, *FUSIONS), True))
+        served = ("applied", "already", "stock")
+        unserved = [row for row in report.rows if row.hook != "core" and row.state not in served]
+        assert not unserved, f"{len(unserved)} rows, first {unserved[0]}"
 
     @pytest.mark.parametrize("kernel", [*FLAGS, EVERY])
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -73,3 +85,13 @@ class KernelCases(Suite):
         assert_close(model(**rows).logits, want.logits)
         got = vmap_gradients(model, rows, loss_only=True)
         assert_same_gradients(got, bench.reference(attention, "fp32", padding), LIMITS["fp32"])
+
+    @pytest.mark.parametrize("state", ["keep", "ckpt"])
+    @pytest.mark.parametrize("padding", ["right", "left"])
+    def test_lora_with_every_kernel(self, bench: Bench, attention: str, padding: str, state: str) -> None:
+        stock = with_lora(bench.build(attention))
+        model, rows = copy.deepcopy(stock), bench.batch(padding)
+        bench.apply(model, **dict.fromkeys((*FLAGS, *FUSIONS), True))
+        with checkpointing(model, state == "ckpt"):
+            got = vmap_gradients(model, rows)
+        assert_same_gradients(got, model_loop_gradients(stock, **rows), LIMITS["fp32"])
