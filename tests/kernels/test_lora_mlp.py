@@ -251,3 +251,10 @@ def test_bad_input(position, change, message, device):
     args[position] = change(args[position])
     with pytest.raises(ValueError, match=message):
         _bound(opake_lora_mlp)(*args)
+
+
+def test_zero_examples(device):
+    args = _case((0, 4), torch.float32, device)
+    diff = (0, *ADAPTERS)
+    grads = vmap(grad(lambda *a: _bound(opake_lora_mlp)(*a).sum(), diff), (0, *[None] * 9))(*args)
+    assert [tuple(g.shape) for g in grads[1:]] == [(0, *args[i].shape) for i in ADAPTERS]

@@ -232,3 +232,9 @@ def test_unknown_precision():
 
 def test_the_package_names_its_ops():
     assert {"opake_lora_w", "opake_lora_qkv", "opake_lora_mlp"} <= set(lora.__all__)
+
+
+def test_zero_examples(device):
+    X, W, A, B, _ = _case((0, 4), torch.float32, device)
+    grads = vmap(grad(lambda x, a, b: _op(x, W, a, b).sum(), (0, 1, 2)), (0, None, None))(X, A, B)
+    assert [tuple(g.shape) for g in grads] == [(0, 4, HIDDEN), (0, HIDDEN, RANK), (0, RANK, OUT)]
