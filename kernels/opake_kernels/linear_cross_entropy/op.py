@@ -157,7 +157,7 @@ def opake_linear_cross_entropy_loss(
     chunk: None takes the fused back end on CUDA (whole rows of logits for as many tokens as 256 MiB hold) and the
     chunked one elsewhere; True or a number of vocabulary columns, the widest tile, forces the chunked one. Gradients
     are summed in fp32. A frozen head costs two matrix products, forward and backward together, and a trainable one
-    three; under vmap a gradient of the weight is (V, H) for each example, and one product more.
+    three (chunked: four); under vmap a gradient of the weight is (V, H) for each example, at four products.
 
     Raises TypeError (dtype), ValueError (shape, device, settings). A label out of range is a ValueError where looking
     costs no device read, else the loss of its token is NaN. Double backward and forward mode raise RuntimeError.
