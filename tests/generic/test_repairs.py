@@ -12,8 +12,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 from opake.attention.interface import NAMES, Name
-from opake.batching import functions
-from opake.checking import sweep
+from opake.batching import functions, layer_drop
 from opake.checking.family import loop_grads, relative_error
 from opake.checking.tiny import tiny_batch, tiny_model
 from opake.experts import aux_loss
@@ -24,6 +23,8 @@ from opake.patching.replace import globals_read, overlay
 from opake.records import RecurrentMask, RouterAuxLoss
 from opake.testing.vmapped import vmap_gradients
 
+from .recorded import needs
+
 LIMIT = 5e-6
 pytestmark = [
     pytest.mark.filterwarnings("ignore::opake.errors.GenericFamilyWarning"),
@@ -33,7 +34,7 @@ pytestmark = [
 
 class TestRouterLoss:
     @pytest.mark.parametrize("padding", ["right", "left", "none"])
-    @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe"])
+    @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "qwen2_moe"])
     def test_gradients_with_the_auxiliary_loss(self, model_type: str, padding: str) -> None:
         stock = tiny_model(model_type, output_router_logits=True, router_aux_loss_coef=0.5)
         model, rows = copy.deepcopy(stock), tiny_batch(padding=padding)
@@ -93,12 +94,16 @@ class TestRecurrentMask:
         first = rows["attention_mask"].argmax(1)
         rows["labels"][torch.arange(len(first)), first] = -100
         apply_model_patches(model)
-        got = vmap_gradients(model, rows)
+        got, padded = vmap_gradients(model, rows), loop_grads(stock, rows)
+        assert relative_error(padded, got) < 1e-3
         for row, real in enumerate(rows["attention_mask"].bool()):
             alone = {name: value[row, real][None] for name, value in rows.items()}
-            mine = {name: each[row : row + 1] for name, each in got.items()}
-            error, right, note = sweep.judged(mine, loop_grads(stock, alone), stock, alone)
-            assert right, f"relative error {error:.1e}, {note}"
+            want = loop_grads(stock, alone)
+            ours, theirs = (
+                relative_error({n: g[row : row + 1] for n, g in each.items()}, want) for each in (got, padded)
+            )
+            # recurrences round in another order; the unpatched model is no nearer to itself
+            assert ours <= max(LIMIT, 2 * theirs)
 
     def test_the_mask_is_cut_to_the_tokens_at_hand(self) -> None:
         mask, embeds = torch.ones(2, 9), torch.zeros(2, 4, 8)
@@ -119,9 +124,9 @@ class TestRecurrentMask:
 
     def test_a_family_may_name_the_class(self) -> None:
         model = tiny_model("lfm2")
-        record = RecurrentMask(type(model.model))
-        (name, module), *rest = record.sites(model)
-        assert (name, rest) == ("model", [])
+        _, module = next(recurrent.sites(model))
+        record = RecurrentMask(type(module))
+        assert record.fits(module) is None
         undo = record.apply(module)
         assert record.fits(module).state == "already"  # type: ignore[union-attr]
         undo()
@@ -225,6 +230,40 @@ class TestOldFunctions:
         assert functions.is_old(Cube)
 
 
+class Dropping(nn.Module):
+    def __init__(self, layerdrop: float) -> None:
+        super().__init__()
+        self.layerdrop = layerdrop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.rand([]) < self.layerdrop:
+            return x
+        return x * torch.rand(2).shape[0]
+
+
+class TestNoLayerDrop:
+    def test_a_probability_of_zero_draws_nothing_inside_transforms(self) -> None:
+        module, x = Dropping(0.0), torch.ones(3)
+        with pytest.raises(RuntimeError, match="data-dependent|random operation"):
+            vmap(module, randomness="different")(x)
+        undo = layer_drop.apply(module)
+        assert torch.equal(vmap(module, randomness="different")(x), 2 * x)
+        before = torch.get_rng_state()
+        module(x)
+        patched = torch.get_rng_state()
+        torch.set_rng_state(before)
+        Dropping(0.0)(x)
+        assert torch.equal(patched, torch.get_rng_state())
+        assert [site for _, site in layer_drop.sites(nn.Sequential(module))] == [module]
+        undo()
+        assert "forward" not in vars(module)
+
+    def test_another_probability_is_left_alone(self) -> None:
+        skip = layer_drop.fits(Dropping(0.1))
+        assert skip is not None
+        assert skip.reason == "layerdrop is 0.1: which layers run would differ from row to row"
+
+
 class TestName:
     """Modeling files that ask for the implementation by name get the answer for the masks that they are given."""
 
@@ -242,6 +281,7 @@ class TestName:
 
     def test_a_sparse_indexer_keeps_its_mask(self) -> None:
         """The class compares the name, and left its mask out for any that it does not know."""
+        needs("glm_moe_dsa")
         stock = tiny_model("glm_moe_dsa")
         model, rows = copy.deepcopy(stock), tiny_batch()
         apply_model_patches(model)
@@ -272,7 +312,7 @@ class TestOverlay:
 
         model = tiny_model("lfm2")
         stock = inspect.signature(unbound(model.model, "forward"))
-        new = rebind(unbound(model.model, "forward"), {"create_recurrent_attention_mask": None})
+        new = rebind(unbound(model.model, "forward"), {"create_causal_mask": None})
         assert inspect.signature(new) == stock  # type: ignore[arg-type]
 
 

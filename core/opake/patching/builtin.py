@@ -256,10 +256,8 @@ def core_records(target: Target) -> list[Record]:
     from .repairs import REPAIRS
 
     around = target.wrappers
-    first = (FoldedAttention, Masking, *REPAIRS, PerExampleLoss, RotaryTables, PaddingCheck)
-    return [
-        kind(around) for kind in (*first, Rematerialise, NoDropout, KVCache, LoraProjection, LoraParameter, Batchify)
-    ]
+    first = (FoldedAttention, Masking, PerExampleLoss, RotaryTables, PaddingCheck, Rematerialise, NoDropout)
+    return [kind(around) for kind in (*first, *REPAIRS, KVCache, LoraProjection, LoraParameter, Batchify)]
 
 
 def generic_records(target: Target, flags: set[str]) -> list[Record]:

@@ -109,6 +109,28 @@ class EagerExperts(ModelRecord):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class NoLayerDrop(ModelRecord):
+    """Layer dropout of probability zero, for which some models draw a number and branch on it."""
+
+    flag: ClassVar[str] = "batchify"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        from opake.batching import layer_drop
+
+        return layer_drop.sites(model)
+
+    def fits(self, module: nn.Module) -> Skip | None:
+        from opake.batching import layer_drop
+
+        return layer_drop.fits(module)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.batching import layer_drop
+
+        return layer_drop.apply(module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class OldFunctions(ModelRecord):
     """Autograd functions of the old form, given the form that transforms ask for."""
 
@@ -125,4 +147,4 @@ class OldFunctions(ModelRecord):
         return functions.apply(module)
 
 
-REPAIRS = (OtherLoss, MaskBuilders, RecurrentMasks, RouterLoss, EagerExperts, OldFunctions)
+REPAIRS = (OtherLoss, MaskBuilders, RecurrentMasks, RouterLoss, EagerExperts, NoLayerDrop, OldFunctions)
