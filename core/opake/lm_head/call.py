@@ -19,7 +19,8 @@ from torch import nn
 from opake import hf
 from opake.patching import notes
 
-from .deferred import DeferredLogits, Head
+from .deferred import DeferredLogits
+from .head import Head
 
 _call: ContextVar[LossOnly | None] = ContextVar("opake_loss_only", default=None)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,53 +20,9 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from opake_kernels.cross_entropy import opake_cross_entropy_loss
-from opake_kernels.linear_cross_entropy import opake_linear_cross_entropy_loss
 
-
-@dataclass(eq=False)
-class Head:
-    """One call of a head: its arguments, how it computes logits, and where a reason is noted.
-
-    weight (V, H), or (B, V, H) where each example has its own; bias (V) or (B, V).
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    compute: Callable[[], torch.Tensor]
-    note: Callable[[str], None]
-    chunk: int | bool | None = None
-    nodes: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
-
-    def materialise(self, reason: str) -> None:
-        """Compute the logits and replay on them what was done so far, in order."""
-        self.note(reason)
-        for ref in self.nodes:
-            node = ref()
-            if node is not None:
-                node.tensor = node.replay()
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """logits -> after * tanh(before * logits) if capped, else before * logits."""
-
-    before: float = 1.0
-    capped: bool = False
-    after: float = 1.0
-
-    def times(self, factor: float) -> Scaling:
-        if self.capped:
-            return Scaling(self.before, True, self.after * factor)
-        return Scaling(self.before * factor)
-
-    def options(self) -> dict[str, float]:
-        """As keywords of the fused loss: cap * tanh(scale * logits / cap)."""
-        if not self.capped:
-            return {"logit_scale": self.before}
-        return {"logit_scale": self.before * self.after, "logit_softcapping": self.after}
-
-
-PLAIN = Scaling()
+from .head import PLAIN, Head, Scaling
+from .losses import cross_entropy, opake_cross_entropy
 
 
 class DeferredLogits:
@@ -215,8 +170,8 @@ class DeferredLogits:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        handler = _FUNCTIONS.get(func)
-        found = handler(*args, **kwargs) if handler is not None else NotImplemented
+        handler = _FUNCTIONS.get(func) if args and isinstance(args[0], cls) else None
+        found = NotImplemented if handler is None else handler(*args, **kwargs)
         if found is not NotImplemented:
             return found
         name = getattr(func, "__name__", str(func))
@@ -248,62 +203,15 @@ def _spares_the_last(index: Any, ndim: int) -> bool:
     return used < ndim or (isinstance(items[-1], slice) and items[-1] == slice(None))
 
 
-def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    """`F.cross_entropy` of deferred logits; NotImplemented for what the fused loss does not know."""
-    plain = isinstance(input, DeferredLogits) and isinstance(target, torch.Tensor) and input.ndim <= 2
-    if not plain or weight is not None or size_average is not None or reduce is not None:
-        return NotImplemented
-    return _fused(input, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-
-
-def _opake_cross_entropy(logits: Any, labels: Any, **options: Any) -> Any:
-    scaled = options.pop("logit_scale", 1.0) != 1.0 or options.pop("logit_softcapping", 0.0)
-    return NotImplemented if scaled or not isinstance(logits, DeferredLogits) else _fused(logits, labels, **options)
-
-
-def _fused(logits: DeferredLogits, labels: torch.Tensor, **options: Any) -> Any:
-    head, hidden = logits.head, logits.hidden
-    if logits.tensor is not None or labels.is_floating_point() or labels.shape != hidden.shape[:-1]:
-        return NotImplemented
-    settings = {**options, **logits.scaling.options(), "bias": head.bias, "chunk": head.chunk}
-    if head.weight.dim() == 2:
-        return opake_linear_cross_entropy_loss(hidden, head.weight, labels, **settings)
-    # a weight for each example: tokens are in the order of the examples, however they are shaped
-    B, H = head.weight.shape[0], hidden.shape[-1]
-    reduction = settings.pop("reduction", "mean")
-    tokens = opake_linear_cross_entropy_loss(
-        hidden.reshape(B, -1, H), head.weight, labels.reshape(B, -1), reduction="none", **settings
-    ).reshape(labels.shape)
-    if reduction == "none":
-        return tokens
-    count = (labels != options.get("ignore_index", -100)).sum().clamp(min=1) if reduction == "mean" else 1
-    return tokens.sum() / count
-
-
-def _dispatched(name: str) -> Callable[..., Any]:
-    def call(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(logits, name)(*args, **kwargs) if isinstance(logits, DeferredLogits) else NotImplemented
-
-    return call
-
-
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: _cross_entropy,
-    opake_cross_entropy_loss: _opake_cross_entropy,
-    torch.tanh: _dispatched("tanh"),
-    torch.mul: _dispatched("__mul__"),
-    torch.div: _dispatched("__truediv__"),
-    torch.squeeze: _dispatched("squeeze"),
-    torch.reshape: _dispatched("reshape"),
+    F.cross_entropy: cross_entropy,
+    opake_cross_entropy_loss: opake_cross_entropy,
+    torch.tanh: DeferredLogits.tanh,
+    torch.mul: DeferredLogits.__mul__,
+    torch.div: DeferredLogits.__truediv__,
+    torch.squeeze: DeferredLogits.squeeze,
+    torch.reshape: DeferredLogits.reshape,
+    torch.flatten: DeferredLogits.flatten,
 }
 
 
