@@ -1,7 +1,7 @@
 """Proof (f): what an auditor can show about the trainer from outside stays under the epsilon that it reports.
 
-Every canary is a row whose gradient is a coordinate of its own, the worst case that clipping allows; half of 1000 of them
-are put into each run by a coin. From the weights alone the auditor guesses who was in. Rates of right and wrong guesses,
+Every canary is a row whose gradient is a coordinate of its own, the worst case that clipping allows; of 1000, half are
+put into each run by a coin. From the weights alone the auditor guesses who was in. Rates of right and wrong guesses,
 bounded by Clopper-Pearson at 95 %, bound epsilon from below (Jagielski et al. 2020, "Auditing Differentially Private
 Machine Learning"; coordinates are independent, so canaries are independent trials). Without noise the same auditor must
 get above the reported epsilon, else it would prove nothing.
@@ -84,7 +84,7 @@ def test_an_auditor_stays_under_the_reported_epsilon(tmp_path, budget) -> None:
 
 
 def test_the_auditor_finds_that_noise_is_missing(tmp_path, budget, monkeypatch) -> None:
-    target, noise = budget
+    _, noise = budget
     monkeypatch.setattr(Randomness, "add_normal", lambda *given: None)
     bound, reported = audited(tmp_path, noise)
     print(f"epsilon {reported:.3f} reported without noise: the auditor shows {bound:.3f}")

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 from opake.errors import InputError, MissingDependency
 
-# width of a bucket of the discretised loss, and how many there may be
-INTERVAL, MOST_BUCKETS = 1e-3, 100_000
-LARGEST_NOISE = 1e5
+# width of a bucket of the discretised loss, how many there may be, and the noise at which calibration gives up
+INTERVAL, MOST_BUCKETS, LARGEST_NOISE = 1e-3, 100_000, 1e5
 
 
 class Phase(NamedTuple):

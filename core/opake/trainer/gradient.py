@@ -77,10 +77,7 @@ class PrivateGradient:
 
 
 class Statistics:
-    """What a trainer may tell about rows if asked to, outside every guarantee: sums over steps, kept on the device.
-
-    They are of losses, rows, clipped rows, dropped rows and steps.
-    """
+    """Sums over steps, without noise and kept on the device: losses, rows, clipped rows, dropped rows, steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._since, self._total = torch.zeros(2, 5, device=device)

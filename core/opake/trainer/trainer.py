@@ -187,10 +187,7 @@ class DPTrainer(transformers.Trainer):
         return self.args.target_delta or max(2, self.sampler.rows) ** -1.1
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as Transformers does; the noise is calibrated here, for the steps that are planned.
-
-        Raises InputError if a checkpoint has no privacy history, or if the plan would spend more than `target_epsilon`.
-        """
+        """As in Transformers; InputError for a checkpoint without history, or a plan beyond `target_epsilon`."""
         folder, done = resume_from_checkpoint or None, 0
         if folder is True:
             folder = get_last_checkpoint(str(self.args.output_dir))

@@ -56,11 +56,7 @@ OPTIONS = (
     ("label_smoothing_factor", 0, "is normalised over the batch; smooth the loss in compute_per_example_loss"),
     ("auto_find_batch_size", False, "repeats steps; set microbatch_size to what fits into memory"),
     ("fp16", False, "scales losses, and with them what is clipped; freeze a bfloat16 base and train float32 adapters"),
-    (
-        "bf16",
-        False,
-        "is autocast, which patched attention does not follow; freeze a bfloat16 base, train float32 adapters",
-    ),
+    ("bf16", False, "is autocast, which patched attention ignores; freeze a bfloat16 base and train float32 adapters"),
     ("torch_compile", False, "compiles inside the per-example gradient, where it cannot work; leave it out"),
     ("use_liger_kernel", False, "patches whole classes; set use_performance_kernels=True instead"),
     ("deepspeed", None, f"shards gradients before they can be clipped; {DDP}"),
@@ -70,9 +66,7 @@ OPTIONS = (
 
 
 def _in_data(dataset: Any, collator: Any) -> Iterator[str]:
-    if dataset is not None and (
-        isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__")
-    ):
+    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset or [], "__len__"):
         yield f"{type(dataset).__name__} has no length and cannot be sampled; pass a data set with rows by number"
     elif dataset is not None and len(dataset) == 0:
         yield "train_dataset has no rows"
