@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,10 @@ def close_state(model: nn.Module) -> None:
 
 def any_live() -> bool:
     """Whether any model in the process, a deep copy included, is still patched."""
+    if not any(state.applied for state in _live):
+        return False
+    # a model that nobody can reach any more is in cycles with its own modules, and so perhaps not collected yet
+    gc.collect()
     return any(state.applied for state in _live)
 
 
