@@ -113,9 +113,9 @@ class PerExampleLoss(ModelRecord):
         return loss.fits(module)
 
     def apply(self, module: nn.Module) -> Undo:
-        from opake.batching import loss
+        from opake.batching import loss, masked_loss
 
-        return loss.apply(module)
+        return Undo([*loss.apply(module).changes, *masked_loss.apply(module)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
