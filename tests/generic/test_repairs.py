@@ -244,7 +244,7 @@ class Dropping(nn.Module):
 class TestNoLayerDrop:
     def test_a_probability_of_zero_draws_nothing_inside_transforms(self) -> None:
         module, x = Dropping(0.0), torch.ones(3)
-        with pytest.raises(RuntimeError, match="data-dependent|random operation"):
+        with pytest.raises(RuntimeError, match="data-dependent"):
             vmap(module, randomness="different")(x)
         undo = layer_drop.apply(module)
         assert torch.equal(vmap(module, randomness="different")(x), 2 * x)
