@@ -64,6 +64,10 @@ def _from_pretrained(where: str, name: str, options: dict[str, str]) -> Subject:
         raise InputError(f"--model {name}: {str(error).splitlines()[0]}") from error
     finally:
         logging.enable_progress_bar()
+    quantizer = getattr(model, "hf_quantizer", None)
+    if "gguf_file" in options and quantizer is not None:
+        # the weights have been dequantised, but Transformers' trainer believes the mark that is left
+        quantizer.remove_quantization_config(model)
     return Subject(model, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], name)
 
 

@@ -1,13 +1,13 @@
-"""DP-SGD by hand on the public API: Poisson sampling, per-example clipping, noise once a step (Abadi et al., 2016).
+"""DP-SGD (Abadi et al., 2016) with `DPTrainer` on a real model, after its gradients have been compared with a loop.
 
-It shows how the pieces fit and what they cost; it is no trainer. Noise comes from the operating system unless a seed is
-given. There is no privacy accountant here, so no epsilon is claimed.
+The seed is public, so that every run shows the same: what epsilon would be is told, but nobody is protected by it.
 """
 
 from __future__ import annotations
 
-import secrets
+import tempfile
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback
 
 from opake.collate import RightPaddingCollator
-from opake.errors import OpakeError
-from opake.functional import ClippedGrad, clipped_grad, per_example_grads
+from opake.errors import OpakeError, OpakeWarning
+from opake.functional import per_example_grads
 from opake.patches import apply_model_patches, apply_runtime_patches, restore, restore_runtime
+from opake.trainer import DPTrainer, TrainingArguments
 
 from .model import load, with_adapters
 from .text import Rows, rows_of
@@ -59,7 +61,6 @@ def run(model: str | None = None, text: Path | None = None, steps: int | None = 
 
 def _run(console: Console, name: str | None, text: Path | None, settings: Settings, seed: int | None) -> int:
     began = time.monotonic()
-    generator = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
     torch.manual_seed(0 if seed is None else seed)
     console.print("loading the model")
     subject = load(name)
@@ -77,16 +78,17 @@ def _run(console: Console, name: str | None, text: Path | None, settings: Settin
     verdict = "agree" if agrees else "DO NOT agree"
     console.print(f"\nper-example gradients and a loop of four backward passes {verdict}: relative error {error:.1e}")
     before = _mean_loss(model, held_out, settings)
-    _train(console, model, params, training, settings, generator)
+    trainer = _trainer(console, model, training, settings, seed)
+    trainer.train()
     after = _mean_loss(model, held_out, settings)
     console.print(f"held-out loss {before:.3f} -> {after:.3f} after {settings.steps} private steps")
-    console.print(f"sampling rate {settings.batch / len(training):.4f}, noise {settings.noise}: " + _epsilon())
+    for reason, engine in trainer.engines.items():
+        console.print(f"engine: {engine} ({reason})")
+    spent = f"epsilon {trainer.epsilon():.2f} at delta {trainer.delta:.1e}"
+    public = "" if seed is None else ", if the seed were not public"
+    console.print(f"sampling rate {trainer.sampler.rate:.4f}, noise {settings.noise}: {spent}{public}")
     console.print(f"{time.monotonic() - began:.0f} s in all")
     return 0 if agrees else 1
-
-
-def _epsilon() -> str:
-    return "no epsilon is claimed, because this demo has no accountant"
 
 
 def _batch(rows: Rows, settings: Settings) -> dict[str, torch.Tensor]:
@@ -122,46 +124,45 @@ def _mean_loss(model: nn.Module, rows: Rows, settings: Settings) -> float:
     return sum(losses) / len(losses)
 
 
-def _train(
-    console: Console,
-    model: nn.Module,
-    params: Mapping[str, nn.Parameter],
-    rows: Rows,
-    settings: Settings,
-    generator: torch.Generator,
-) -> None:
-    gradient = clipped_grad(model, clip_norm=settings.clip_norm, microbatch_size=settings.microbatch)
-    optimiser = torch.optim.AdamW(params.values(), lr=settings.rate)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("private steps", total=settings.steps)
-        for step in range(settings.steps):
-            drawn = torch.rand(len(rows), generator=generator) < settings.batch / len(rows)
-            chosen = [row for row, taken in zip(rows, drawn.tolist(), strict=True) if taken]
-            result = gradient(params, **_batch(chosen, settings))
-            _noisy_step(params, result, optimiser, settings, generator)
-            progress.advance(task)
-            console.print(_line(step, len(chosen), result))
-            if step == 0:
-                console.print(f"engine: {result.engine} ({result.reason})")
+class _Lines(TrainerCallback):
+    """A line for each step."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "batch_size" not in logs:
+            return
+        spent = next(value for name, value in logs.items() if name.startswith("epsilon"))
+        head = f"step {state.global_step:3d}  epsilon {spent:5.2f}  rows {logs['batch_size']:2.0f}"
+        seen = (
+            f"  loss {logs['loss']:.3f}  clipped {logs['clipped_fraction']:4.0%}" if "loss" in logs else "  noise alone"
+        )
+        self._console.print(head + seen)
 
 
-def _noisy_step(
-    params: Mapping[str, nn.Parameter],
-    result: ClippedGrad,
-    optimiser: torch.optim.Optimizer,
-    settings: Settings,
-    generator: torch.Generator,
-) -> None:
-    """Noise is added once, to the sum, and the sum is divided by the expected size, never by the realised one."""
-    for name, p in params.items():
-        noise = torch.randn(p.shape, generator=generator) * (settings.noise * settings.clip_norm)
-        p.grad = ((result.grads[name] + noise.to(p)) / settings.batch).to(p.dtype)
-    optimiser.step()
-
-
-def _line(step: int, drawn: int, result: ClippedGrad) -> str:
-    if drawn == 0:
-        return f"step {step + 1:3d}  no rows drawn: noise alone"
-    values: Any = result
-    share = float(values.clipped) / drawn
-    return f"step {step + 1:3d}  rows {drawn:2d}  loss {float(values.losses.mean()):.3f}  clipped {share:4.0%}"
+def _trainer(console: Console, model: nn.Module, rows: Rows, settings: Settings, seed: int | None) -> DPTrainer:
+    """Everything is shown here, also what carries no noise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OpakeWarning)
+        args = TrainingArguments(
+            output_dir=tempfile.gettempdir(),
+            noise_multiplier=settings.noise,
+            noise_seed=seed,
+            per_example_clip_norm=settings.clip_norm,
+            expected_batch_size=settings.batch,
+            microbatch_size=settings.microbatch,
+            max_steps=settings.steps,
+            learning_rate=settings.rate,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            log_private_statistics=True,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+    collator = RightPaddingCollator(length=settings.length)
+    trainer = DPTrainer(model, args, collator, train_dataset=rows, callbacks=[_Lines(console)])
+    trainer.remove_callback(PrinterCallback)
+    return trainer
