@@ -37,3 +37,8 @@ def inside_transform() -> bool:
     folded away no longer counts: the answer is about the tensors at hand.
     """
     return bool(_probe())
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a transform has wrapped this tensor, so that its values cannot be read."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)

@@ -20,7 +20,7 @@ from opake.functional import clipped_grad, make_functional, per_example_grads
 from opake.functional.batched_engine import causal_row_losses
 from opake.patches import apply_model_patches, patch_report, restore
 from opake.patching.state import Applied, axis_parameters, state_of
-from opake.patching.undo import Undo
+from opake.patching.undo import Undo, put
 from opake.records import Record
 from opake.testing.oracle import model_loop_gradients, relative_error
 from opake.testing.trace import first_difference, operator_trace
@@ -73,14 +73,14 @@ def axis_aware(model):
     inner = model.get_base_model()
     for site, module in inner.named_modules():
         if isinstance(module, LoraLinear):
-            module.forward = types.MethodType(lora_linear, module)
+            change = put(module, "forward", types.MethodType(lora_linear, module))
             names = ("lora_A.default.weight", "lora_B.default.weight")
         elif type(module).__name__ == "LlamaRMSNorm":
-            module.forward = types.MethodType(norm, module)
+            change = put(module, "forward", types.MethodType(norm, module))
             names = ("weight",)
         else:
             continue
-        state_of(inner).applied.append(Applied(AxisAware(*names), site, module, Undo([])))
+        state_of(inner).applied.append(Applied(AxisAware(*names), site, module, Undo([change])))
     return model
 
 
@@ -119,15 +119,21 @@ def test_clipped_sums_of_both_engines_agree_and_say_who_made_them():
     assert "engine='batched' was asked for" in outs["batched"].reason
 
 
-def test_no_transform_runs():
-    model, batch = axis_aware(built()), tiny_batch()
-    seen = []
+def test_no_transform_runs(monkeypatch):
+    from opake.attention import forward
     from opake.transforms import inside_transform
 
-    original = model.get_base_model().lm_head.forward
-    model.get_base_model().lm_head.forward = lambda x: (seen.append(inside_transform()), original(x))[1]
+    model, batch, seen = axis_aware(built()), tiny_batch(), []
+    stock = forward.sdpa_attention_forward
+
+    def watched(*args, **kwargs):
+        seen.append(inside_transform())
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(forward, "sdpa_attention_forward", watched)
     per_example_grads(model)(trainable(model), **batch)
-    assert seen == [False]
+    assert seen
+    assert not any(seen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

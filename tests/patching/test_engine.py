@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -62,6 +64,11 @@ def same(before: dict, after: dict) -> list[str]:
     )
 
 
+def foreign(table: dict) -> dict:
+    """The entries of a public table that are not ours."""
+    return {name: function for name, function in table.items() if not name.startswith("opake")}
+
+
 def per_example(model: nn.Module, ids: torch.Tensor = IDS) -> dict[str, torch.Tensor]:
     params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -85,8 +92,9 @@ def test_restore_is_identical(options: dict[str, bool]) -> None:
     restore(model)
     assert same(before, state(model)) == []
     assert model.config is config
-    assert AttentionInterface._global_mapping == table
-    assert AttentionMaskInterface._global_mapping == masks
+    # other tests may hold patched models of their own
+    assert foreign(AttentionInterface._global_mapping) == foreign(table)
+    assert foreign(AttentionMaskInterface._global_mapping) == foreign(masks)
     assert patch_report(model) is None
 
 
@@ -171,7 +179,6 @@ def test_deep_copy_has_patches_of_its_own() -> None:
     assert apply_model_patches(twin, **KERNELS).find(state="applied") == ()
     restore(twin)
     assert "forward" not in vars(twin)
-    assert not any("opake" in name for name in AttentionInterface._global_mapping)
 
 
 def test_wrapper_put_on_later_is_respected() -> None:
@@ -390,3 +397,25 @@ def test_pickling_a_patched_model_says_what_to_do(tmp_path) -> None:
     again = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     assert again.config._attn_implementation == "sdpa"
     assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_our_names_leave_the_public_tables_with_the_last_model() -> None:
+    code = """
+import copy
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from opake.patches import apply_model_patches, restore
+sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+tables = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+before = [dict(table) for table in tables]
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+apply_model_patches(model)
+twin = copy.deepcopy(model)
+lost = copy.deepcopy(model)
+del lost
+assert "opake" in tables[0] and "opake" in tables[1]
+restore(model)
+assert "opake" in tables[0], "the deep copy still needs it"
+restore(twin)
+assert [dict(table) for table in tables] == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,6 +18,7 @@ from opake_kernels.attention.backends import choose
 from opake_kernels.attention.folded import folded_attention
 from opake_kernels.attention.math import allowed, attention_reference
 from opake_kernels.attention.op import joined, reason_for_math
+from opake_kernels.checks import autocast_to_compute_dtype
 
 
 def attention_forward(
@@ -43,6 +44,7 @@ def attention_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **bias, **kwargs
         )
+    query, key, value = autocast_to_compute_dtype(query, key, value)
     wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(wanted) and query.shape[2] > 1 and attention_mask is None
     mask = _with_bias(attention_mask, position_bias)

@@ -32,4 +32,6 @@ def _forward(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: A
 def _unasked(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     place = hf.position_of(inner, "use_cache")
     asked = kwargs.get("use_cache") is not None or (place is not None and len(args) > place)
-    return not asked and all(kwargs.get(name) is None for name in hf.CACHE_KEYWORDS)
+    # without a cache Transformers looks for sequences packed in one row, so there the cache decides the numbers
+    packed = kwargs.get("position_ids") is not None and kwargs.get("attention_mask") is None
+    return not asked and not packed and all(kwargs.get(name) is None for name in hf.CACHE_KEYWORDS)

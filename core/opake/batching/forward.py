@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from opake import hf
+from opake.errors import InputError
 from opake.patching.instance import wrap_method
+from opake.patching.notes import note
 from opake.patching.runtime import runtime_has
 from opake.patching.undo import Skip, Undo
-from opake.transforms import inside_transform
+from opake.transforms import inside_transform, is_mapped
 
 from .check import check_rows
 
@@ -45,8 +47,10 @@ def _forward(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: A
         kwargs = {name: _add(name, value) for name, value in kwargs.items()}
     check_rows(self, kwargs)
     if inside_transform():
+        _without_packing(self, kwargs)
         _without_cache(self, kwargs)
-        _without_packing(kwargs)
+        if kwargs.get("num_items_in_batch") is not None:
+            note(self, "num_items_in_batch is not used inside transforms: a row is normalised by its own labels")
     out = inner(self, **kwargs)
     return _remove(out) if stripped else out
 
@@ -85,13 +89,25 @@ def _without_cache(self: nn.Module, kwargs: dict[str, Any]) -> None:
         kwargs["use_cache"] = False
 
 
-def _without_packing(kwargs: dict[str, Any]) -> None:
-    """Transformers reads position_ids when there is no mask; a mask of ones says the same and is not read."""
+def _without_packing(self: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Rows with position_ids and no mask: Transformers reads them for packed sequences, but only without a cache.
+
+    With a cache it does not look, and a mask of ones says the same. Without one the runtime patch keeps the sequences
+    of a row apart by arithmetic; what stock would decide from values is never decided here.
+    """
     ids = kwargs.get("input_ids")
-    main = ids if ids is not None else kwargs.get("inputs_embeds")
-    unmasked = kwargs.get("position_ids") is not None and kwargs.get("attention_mask") is None
-    if unmasked and isinstance(main, torch.Tensor) and not runtime_has("vmap_masking"):
+    main, positions = ids if ids is not None else kwargs.get("inputs_embeds"), kwargs.get("position_ids")
+    if positions is None or kwargs.get("attention_mask") is not None or not isinstance(main, torch.Tensor):
+        return
+    asked = kwargs.get("use_cache")
+    cached = bool(getattr(self.config, "use_cache", False) if asked is None else asked)
+    if cached and not (self.training and hf.is_checkpointing(self)):
         kwargs["attention_mask"] = torch.ones(main.shape[:2], dtype=torch.long, device=main.device)
+    elif not runtime_has("vmap_masking") and is_mapped(positions):
+        raise InputError(
+            f"{type(self).__name__}: position_ids for each row, without attention_mask and with use_cache=False, may "
+            "pack several sequences in a row; call opake.patches.apply_runtime_patches() first, or pass a mask"
+        )
 
 
 def _remove(out: Any, name: str = "") -> Any:

@@ -48,6 +48,8 @@ def answer(model_type: str, seconds: float = SECONDS) -> Answer:
         with _limit(seconds), warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")
             return _tried(tiny_model(model_type))
+    except TimeoutError as error:
+        return Answer(reason=told(error))
     except Exception as error:
         return Answer(reason=f"no tiny model: {told(error)}")
 

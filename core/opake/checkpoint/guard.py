@@ -7,10 +7,12 @@ one for models that call it by name. Putting either in its place, and taking it 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.utils.checkpoint
@@ -28,6 +30,22 @@ _OWN_KEYWORDS = frozenset(
 ) | {"preserve_rng_state"}
 
 
+_everywhere = contextvars.ContextVar("opake_remat_everywhere", default=False)
+
+
+@contextlib.contextmanager
+def rematerialised() -> Iterator[None]:
+    """For the time of the block, checkpoints rematerialise outside transforms too.
+
+    torch's reentrant checkpoint finds no way to a frozen input's parameters, and gives them no gradient, in silence.
+    """
+    token = _everywhere.set(True)
+    try:
+        yield
+    finally:
+        _everywhere.reset(token)
+
+
 class RematCheckpoint:
     """What a model's `_gradient_checkpointing_func` becomes: remat inside a transform, `stock` outside.
 
@@ -42,7 +60,7 @@ class RematCheckpoint:
         self._warned = False
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not inside_transform():
+        if not inside_transform() and not _everywhere.get():
             return self.stock(function, *args, **kwargs)
         return self._inside(function, args, kwargs)
 

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from opake.checkpoint.guard import rematerialised
 from opake.functional.chunk import Chunk, Engine
 from opake.functional.module import in_place
 from opake.functional.rows import Rows
 from opake.functional.target import Target
 
 IGNORED = -100
-Losses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# logits may be deferred, see opake.lm_head
+Losses = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def obstacle(
@@ -51,6 +53,8 @@ def _loss_obstacle(inner: nn.Module, rows: Rows) -> str | None:
         return f"the loss of {type(inner).__name__} is not known per row"
     if named.get("labels") is None or "shift_labels" in named or "num_items_in_batch" in named:
         return f"per-row losses need labels and nothing else about the loss; the rows are {', '.join(named)}"
+    if "position_ids" in named and "attention_mask" not in named:
+        return "without a mask, Transformers reads position_ids for sequences packed in one row"
     if adds_router_loss(inner):
         return "the router's auxiliary loss is part of the loss"
     return None
@@ -61,9 +65,12 @@ def _axis_obstacle(model: nn.Module, inner: nn.Module, params: Mapping[str, torc
     from opake.patching.state import axis_parameters
 
     aware = set(axis_parameters(inner))
-    blind = {id(p) for name, p in inner.named_parameters(remove_duplicate=False) if name not in aware}
+    places = list(inner.named_parameters(remove_duplicate=False))
+    blind = {id(p) for name, p in places if name not in aware}
+    # what is not in the inner model at all (a prompt encoder of PEFT's, say) is consumed by an op that nobody knows
+    seeing = {id(p) for _, p in places} - blind
     own = dict(model.named_parameters(remove_duplicate=False))
-    missing = [name for name in params if name in own and id(own[name]) in blind]
+    missing = [name for name in params if name in own and id(own[name]) not in seeing]
     if not missing:
         return None
     shown = ", ".join(missing[:2]) + (", ..." if len(missing) > 2 else "")
@@ -104,6 +111,10 @@ def causal_row_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return tokens.view(shifted.shape).sum(1) / (shifted != IGNORED).sum(1).clamp(min=1)
 
 
+class UnreachedError(Exception):
+    """Parameters to which the backward found no way: unused, or behind an op that cuts the graph."""
+
+
 def build(target: Target) -> Engine:
     """The engine for a target that has no obstacle."""
     model = target.model
@@ -118,11 +129,13 @@ def build(target: Target) -> Engine:
         wide = {name: p.detach().expand(rows.count, *p.shape).requires_grad_() for name, p in params.items()}
         batch = rows.leading()[1]
         labels = batch.pop("labels")
-        # the backward runs inside too, because stock checkpointing recomputes in it
-        with torch.enable_grad(), in_place(model, wide, wide=True):
+        # the backward runs inside too, because it recomputes what was checkpointed
+        with torch.enable_grad(), rematerialised(), in_place(model, wide, wide=True):
             losses = losses_of(deferred_logits(model, **batch), labels)
             grads = torch.autograd.grad(losses.sum(), list(wide.values()), allow_unused=True)
-        made = {name: torch.zeros_like(wide[name]) if g is None else g for name, g in zip(wide, grads, strict=True)}
+        made = dict(zip(wide, grads, strict=True))
+        if unreached := [name for name, g in made.items() if g is None]:
+            raise UnreachedError(unreached)
         return Chunk(made, losses.detach(), ())
 
     return run

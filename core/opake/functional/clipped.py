@@ -101,4 +101,9 @@ def _real_rows(row_weight: torch.Tensor | None, count: int) -> torch.Tensor | No
         raise OptionTypeError(f"row_weight is a tensor of {count} weights, got {type(row_weight).__name__}")
     if row_weight.shape != (count,):
         raise InputError(f"row_weight has shape {tuple(row_weight.shape)}, the rows are {count}; it needs ({count},)")
-    return row_weight > 0 if row_weight.dtype != torch.bool else row_weight
+    if row_weight.dtype == torch.bool:
+        return row_weight
+    # looking at values on a CUDA device would wait for it
+    if not row_weight.is_cuda and not ((row_weight == 0) | (row_weight == 1)).all():
+        raise InputError(f"row_weight holds 1 for rows and 0 for padding rows, got {row_weight.tolist()}")
+    return row_weight > 0

@@ -15,7 +15,7 @@ import torch
 
 from opake.errors import EngineUnavailable, InputError
 from opake.functional import batched_engine, vmap_engine
-from opake.functional.chunk import Engine
+from opake.functional.chunk import Chunk, Engine
 from opake.functional.rows import Rows
 from opake.functional.target import Target, current_report
 
@@ -52,6 +52,7 @@ class Chooser:
     def __init__(self, target: Target, engine: str, randomness: str, has_aux: bool) -> None:
         self._target, self._engine, self._randomness, self._has_aux = target, engine, randomness, has_aux
         self._on_vmap = vmap_engine.build(target, randomness)
+        self._unreached: str | None = None
         self._basis: tuple | None = None
         self._choice: Choice | None = None
 
@@ -66,27 +67,46 @@ class Chooser:
         model = self._target.model
         if model is None:
             return (None, None, None)
+        from opake.patching.state import row_independent
         from opake.patching.target import locate
 
         inner = locate(model).model
         given = tuple(leaf is None for leaf in rows.leaves)
-        named = (*params, rows.spec, given, batched_engine.adds_router_loss(inner))
+        proof = (batched_engine.adds_router_loss(inner), row_independent(inner), self._unreached)
+        named = (*params, rows.spec, given, *proof)
         return (current_report(model), batched_engine.loss_of(inner), named)
 
     def _choose(self, params: Mapping[str, torch.Tensor], rows: Rows) -> Choice:
         if self._engine == "vmap":
             return Choice(self._on_vmap, "vmap", "engine='vmap' was asked for")
-        obstacle = batched_engine.obstacle(
+        obstacle = self._unreached or batched_engine.obstacle(
             self._target, params, rows, randomness=self._randomness, has_aux=self._has_aux
         )
         if obstacle is None:
             asked = "engine='batched' was asked for; " if self._engine == "batched" else ""
-            return Choice(batched_engine.build(self._target), "batched", asked + PROOF)
+            return Choice(self._watched(batched_engine.build(self._target)), "batched", asked + PROOF)
         if self._engine == "batched":
             raise EngineUnavailable(
                 f"engine='batched' cannot serve {self._target.name}: {obstacle}; use engine='auto' or 'vmap'"
             )
         return Choice(self._on_vmap, "vmap", obstacle)
+
+    def _watched(self, on_batched: Engine) -> Engine:
+        """The batched engine; parameters that its backward does not reach send this call, and all after it, to vmap."""
+
+        def run(params: Mapping[str, torch.Tensor], rows: Rows) -> Chunk:
+            try:
+                return on_batched(params, rows)
+            except batched_engine.UnreachedError as error:
+                names = error.args[0]
+                self._unreached = f"the batched backward does not reach {len(names)} parameters, {names[0]} among them"
+                if self._engine == "batched":
+                    raise EngineUnavailable(
+                        f"engine='batched' cannot serve {self._target.name}: {self._unreached}; use engine='vmap'"
+                    ) from None
+                return self._on_vmap(params, rows)
+
+        return run
 
 
 def _same(before: tuple, now: tuple) -> bool:

@@ -34,7 +34,13 @@ def resolve(target: Any, has_aux: bool) -> Target:
     Raises OptionTypeError for what is neither a callable nor a module, and PatchError for a Transformers or PEFT model
     that `apply_model_patches` has not seen.
     """
+    if isinstance(target, type):
+        raise OptionTypeError(f"the target is a function or a model, got the class {target.__name__}; pass an instance")
     if isinstance(target, torch.nn.Module):
+        if hasattr(target, "_orig_mod"):
+            raise InputError(
+                "the target is compiled by torch.compile, which cannot see through vmap; pass the model itself"
+            )
         require_patched(target)
         return Target(_model_loss(target, has_aux), target, type(target).__name__)
     if not callable(target):
@@ -58,7 +64,21 @@ def check_call(target: Target, params: Params, args: tuple, kwargs: Mapping[str,
         raise OptionTypeError(
             f"the rows of a model are passed by name, got {len(args)} positional; write input_ids=..., labels=..."
         )
-    return Rows.of(args, kwargs, in_dims)
+    rows = Rows.of(args, kwargs, in_dims)
+    if target.model is not None:
+        _check_batched(rows.leading()[1])
+    return rows
+
+
+def _check_batched(named: Mapping[str, Any]) -> None:
+    """Refuse one sequence where a batch of them is expected: it would be read as rows of one token each."""
+    for name, dims in (("input_ids", 2), ("inputs_embeds", 3)):
+        value = named.get(name)
+        if isinstance(value, torch.Tensor) and value.dim() < dims:
+            raise InputError(
+                f"{name} has shape {tuple(value.shape)}: rows of a model have a batch dimension in front; "
+                f"for one sequence pass {name}.unsqueeze(0)"
+            )
 
 
 def require_patched(model: torch.nn.Module) -> None:

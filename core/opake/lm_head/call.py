@@ -18,6 +18,7 @@ from torch import nn
 
 from opake import hf
 from opake.patching import notes
+from opake.patching.instance import untouched
 
 from .deferred import DeferredLogits
 from .head import Head
@@ -59,6 +60,8 @@ def _unplain(linear: nn.Module, weight: Any, bias: Any) -> str | None:
     for tensor in (weight, bias):
         if tensor is not None and (type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta):
             return f"the head's weight is a {type(tensor).__name__} on {tensor.device}"
+    if not untouched(linear, "forward"):
+        return "somebody wrapped the head's forward"
     # hooks run on what forward returns; those of the forward's input have run already
     if linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return "the head has hooks that look at its output"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from opake.errors import RestoreConflict, UnsupportedModel
+from opake.errors import OptionTypeError, RestoreConflict, UnsupportedModel
 from opake.registry import Planned
 
 from . import notes
@@ -108,6 +108,8 @@ def patch_report(model: nn.Module) -> PatchReport | None:
 def _apply(
     model: nn.Module, strict: bool, switches: Switches, flags: dict[str, Any]
 ) -> tuple[PatchReport, list[Applied]]:
+    if not isinstance(strict, bool):
+        raise OptionTypeError(f"strict={strict!r} is a {type(strict).__name__}; it takes True or False")
     target = locate(model)
     require_weights(target)
     if switches.on("batchify"):

@@ -110,15 +110,18 @@ def _collators() -> Iterator[tuple[Any, str, Any]]:
 
 def _packed_positions() -> Iterator[tuple[Any, str, Any]]:
     from opake import hf
-    from opake.transforms import inside_transform
+    from opake.masks.packed import sequence_numbers
+    from opake.transforms import is_mapped
 
     module, name = hf.packed_position_check()
     stock = getattr(module, name)
 
     @functools.wraps(stock)
-    def find(*args: Any, **kwargs: Any) -> Any:
-        # several sequences in one row are not supported per example, so inside a transform there is nothing to find
-        return None if inside_transform() else stock(*args, **kwargs)
+    def find(position_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        # stock answers None after reading that each row holds one sequence; the numbers say that, too
+        if is_mapped(position_ids):
+            return sequence_numbers(position_ids)
+        return stock(position_ids, *args, **kwargs)
 
     yield module, name, find
 

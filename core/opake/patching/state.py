@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .report import PatchReport
-from .undo import Undo
+from .undo import MISSING, Undo
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,6 +99,25 @@ def axis_parameters(model: nn.Module) -> dict[str, str]:
     }
 
 
+def _watched(module: nn.Module) -> bool:
+    """Whether hooks of others run around the module."""
+    from opake.checkpoint.model import GuardedHook
+
+    state = vars(module)
+    if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
+        return True
+    return any(not isinstance(hook, GuardedHook) for hook in state["_forward_hooks"].values())
+
+
+def _foreign_forwards(model: nn.Module, state: ModelState) -> set[int]:
+    """Ids of modules with a forward of their own that is not ours, on top of ours or beneath it."""
+    changes = [c for entry in state.applied for c in entry.undo.changes if c.key == "forward" and c.container is None]
+    ours = {id(change.ours) for change in changes}
+    beneath = {id(c.owner) for c in changes if c.before is not MISSING and id(c.before) not in ours}
+    own = ((id(module), vars(module).get("forward")) for module in model.modules())
+    return beneath | {module for module, forward in own if forward is not None and id(forward) not in ours}
+
+
 def row_independent(model: nn.Module) -> str | None:
     """Why the rows of one ordinary batch might reach each other in this model; None if they provably do not.
 
@@ -118,7 +137,10 @@ def row_independent(model: nn.Module) -> str | None:
     masked = any(type(entry.record).__name__ == "Masking" for entry in state.applied)
     if not masked and hf.attention_name(model) != "eager":
         return "vmap_masking is off, and stock masks are chosen by what the whole batch says"
+    foreign = _foreign_forwards(model, state)
     for site, module in model.named_modules():
+        if _watched(module) or id(module) in foreign:
+            return f"{site or name} has a hook or a forward that somebody put there, which may see the whole batch"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return f"{site} is a {type(module).__name__}, which mixes the rows of a batch"
         if rotary.updates(module):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from opake.patching.instance import wrap_method
+from opake.patching.instance import untouched, wrap_method
+from opake.patching.notes import note
 from opake.patching.undo import Skip, Undo
 from opake_kernels.activations import ACTIVATIONS, Activation
 from opake_kernels.gated import opake_gated_activation
@@ -31,6 +32,8 @@ _acts_alike: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def fits(record: GatedMLP, module: nn.Module) -> Skip | None:
+    if not untouched(module, "forward"):
+        return Skip(f"the forward of this {type(module).__name__} was replaced, and the replacement is kept", "stock")
     name = function_name(module)
     if name is None or projections(module) is None:
         return Skip(f"{type(module).__name__} is no gated MLP with {', '.join(SEPARATE)} or {', '.join(COMBINED)}")
@@ -46,7 +49,8 @@ def fits(record: GatedMLP, module: nn.Module) -> Skip | None:
 def apply(record: GatedMLP, module: nn.Module) -> Undo:
     activation = activation_of(module)
     assert activation is not None, "checked by fits"
-    return Undo([wrap_method(module, "forward", functools.partial(_forward, activation))])
+    form = _form(getattr(module, function_name(module) or ""))
+    return Undo([wrap_method(module, "forward", functools.partial(_forward, activation, form))])
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -67,7 +71,28 @@ def activation_of(module: nn.Module) -> Activation | None:
     return None
 
 
-def _forward(activation: Activation, inner: Callable[..., Any], self: Any, x: torch.Tensor) -> torch.Tensor:
+def _form(function: Any) -> tuple[Any, ...]:
+    """What tells one activation from another without running it, for a look at every forward."""
+    kind = type(function) if isinstance(function, nn.Module) else function
+    return kind, getattr(function, "approximate", None)
+
+
+def _changed(function: Any, form: tuple[Any, ...]) -> bool:
+    """Whether the activation was swapped, wrapped or hooked since it was recognised."""
+    if _form(function) != form:
+        return True
+    if not isinstance(function, nn.Module):
+        return False
+    return bool(function._forward_hooks or function._forward_pre_hooks or "forward" in vars(function))
+
+
+def _forward(
+    activation: Activation, form: tuple[Any, ...], inner: Callable[..., Any], self: Any, x: torch.Tensor
+) -> torch.Tensor:
+    function = next(getattr(self, name) for name in FUNCTIONS if hasattr(self, name))
+    if _changed(function, form):
+        note(self, "the activation was changed or hooked after patching: the stock forward runs")
+        return inner(self, x)
     if "gate_up_proj" in self._modules:
         return self.down_proj(opake_gated_activation(self.gate_up_proj(x), activation=activation))
     return self.down_proj(opake_gated_activation(self.gate_proj(x), self.up_proj(x), activation=activation))
@@ -98,6 +123,7 @@ def _computes_a_gated_mlp(module: nn.Module) -> bool:
     assert activation is not None
     try:
         with torch.no_grad():
-            return torch.allclose(double(x), _forward(activation, double.forward, double, x), rtol=1e-5, atol=1e-5)
+            ours = _forward(activation, _form(getattr(module, function)), type(double).forward, double, x)
+            return torch.allclose(double(x), ours, rtol=1e-5, atol=1e-5)
     except Exception:  # a class that wants other arguments computes something else
         return False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from opake.patching.instance import wrap_method
+from opake.patching.instance import untouched, wrap_method
 from opake.patching.undo import Skip, Undo
 from opake_kernels.add_rms_norm import opake_fused_add_rms_norm
 from opake_kernels.rms_norm import opake_rms_norm, rms_norm_reference
@@ -42,6 +42,8 @@ def variant_of(module: nn.Module) -> Variant | None:
 
 
 def fits(record: RMSNorm, module: nn.Module) -> Skip | None:
+    if not untouched(module, "forward"):
+        return Skip(f"the forward of this {type(module).__name__} was replaced, and the replacement is kept", "stock")
     if variant_of(module) is None:
         return Skip(f"{type(module).__name__} computes something else than the RMSNorm variants of the op")
     return None

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from opake_kernels.checks import check_float, check_same_device, check_same_dtype, check_shape
+from opake_kernels.checks import (
+    autocast_to_compute_dtype,
+    check_float,
+    check_same_device,
+    check_same_dtype,
+    check_shape,
+)
 
 from .backends import choose
 from .folded import folded_attention
@@ -38,6 +44,7 @@ def opake_attention(
     Returns (B, N, T, Dv) in q's dtype. Raises ValueError or TypeError on shapes, dtypes or devices that do not go
     together, before anything is computed.
     """
+    q, k, v = autocast_to_compute_dtype(q, k, v)
     _check(q, k, v, mask, causal, window, sinks)
     if reason_for_math(v.shape[-1] != q.shape[-1], mask, softcap, sinks, dropout):
         return attention_reference(
