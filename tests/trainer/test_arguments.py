@@ -138,7 +138,6 @@ TRAPS = {
     "label_smoothing_factor": {"label_smoothing_factor": 0.1},
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "use_liger_kernel": {"use_liger_kernel": True},
-    "bf16": {"bf16": True},
     "include_num_input_tokens_seen": {"include_num_input_tokens_seen": True},
     "lomo": {"optim": "lomo"},
     "layerwise": {"optim": "galore_adamw_layerwise"},

@@ -329,6 +329,19 @@ def test_a_frozen_bfloat16_base_with_adapters(tmp_path, options) -> None:
     assert torch.isfinite(weights(model).float()).all()
 
 
+def test_bfloat16_autocast_moves_float32_weights_as_float32_does(tmp_path) -> None:
+    def moved(bf16: bool) -> torch.Tensor:
+        model = tiny_model("llama")
+        args = arguments(tmp_path, use_compat_patches=True, bf16=bf16, **EXACT, **ORDINARY)
+        before = weights(model).clone()
+        DPTrainer(model, args, train_dataset=texts()).train()
+        return weights(model) - before
+
+    exact, rounded = moved(False), moved(True)
+    assert rounded.dtype == torch.float32
+    assert 0 < (rounded - exact).norm() < 0.03 * exact.norm()
+
+
 def padded(batch: list[dict]) -> dict[str, torch.Tensor]:
     made = RightPaddingCollator(keep_mask=True)([{"input_ids": row["input_ids"]} for row in batch])
     return {**made, "labels": torch.tensor([row["labels"] for row in batch])}

@@ -55,8 +55,7 @@ OPTIONS = (
     ("train_sampling_strategy", "random", "is not Poisson sampling; leave it 'random'"),
     ("label_smoothing_factor", 0, "is normalised over the batch; smooth the loss in compute_per_example_loss"),
     ("auto_find_batch_size", False, "repeats steps; set microbatch_size to what fits into memory"),
-    ("fp16", False, "scales losses, and with them what is clipped; freeze a bfloat16 base and train float32 adapters"),
-    ("bf16", False, "is autocast, which patched attention ignores; freeze a bfloat16 base and train float32 adapters"),
+    ("fp16", False, "scales losses, and with them what is clipped; use bf16=True, or a frozen bfloat16 base"),
     ("torch_compile", False, "compiles inside the per-example gradient, where it cannot work; leave it out"),
     ("use_liger_kernel", False, "patches whole classes; set use_performance_kernels=True instead"),
     ("deepspeed", None, f"shards gradients before they can be clipped; {DDP}"),
@@ -87,7 +86,7 @@ def _in_model(model: nn.Module) -> Iterator[str]:
         if p.dtype not in WIDE:
             yield (
                 f"{name} is trainable in {p.dtype}, so sums would be rounded before noise is added; load with "
-                "dtype=torch.float32, or freeze it and train float32 adapters"
+                "dtype=torch.float32 and set bf16=True for speed, or freeze it and train float32 adapters"
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
