@@ -26,7 +26,7 @@ def with_lora(model: Any, **options: Any) -> Any:
     """`model` with a LoRA of rank 4 on every linear layer but the head, both factors random."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, **options)
+    config = LoraConfig(r=4, lora_alpha=2, target_modules="all-linear", init_lora_weights=False, **options)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         # PEFT asks a deprecated name of Transformers, and says that it turned its switch for transposed weights
         warnings.simplefilter("ignore")
