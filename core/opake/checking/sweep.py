@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import signal
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -175,8 +176,8 @@ def _deterministic(stock: PreTrainedModel, model: PreTrainedModel, options: Mapp
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after so much processor time, where the system can."""
-    if not hasattr(signal, "setitimer"):
+    """Raise TimeoutError in the block after so much processor time, where the system and the thread can."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
