@@ -185,6 +185,13 @@ def configs(root: Any) -> Iterator[Any]:
         waiting.extend(vars(config).values())
 
 
+def caches_by_default(model: Any) -> bool:
+    """Whether a forward that is not told otherwise makes a KV cache; of a composite model, its text part says so."""
+    config = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool(getattr(text, "use_cache", False))
+
+
 def is_checkpointing(model: nn.Module) -> bool:
     """Whether any layer of the model checkpoints its activations."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

@@ -87,7 +87,9 @@ class TestSweep:
         assert sweep.answer("opt").reason == "restore left .left_behind"
 
     def test_the_time_is_limited(self) -> None:
-        assert sweep.answer("llama", seconds=0.05).reason.startswith("TimeoutError: more than 0 s of processor time")
+        # once in full: an import that is cut short would stay broken for every test after this one
+        assert sweep.answer("llama").error is not None
+        assert sweep.answer("llama", seconds=0.01).reason.startswith("TimeoutError: more than 0 s of processor time")
 
     def test_a_reason_is_one_short_line_with_a_place(self) -> None:
         found = sweep.answer("git")

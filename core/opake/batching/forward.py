@@ -100,7 +100,7 @@ def _without_packing(self: nn.Module, kwargs: dict[str, Any]) -> None:
     if positions is None or kwargs.get("attention_mask") is not None or not isinstance(main, torch.Tensor):
         return
     asked = kwargs.get("use_cache")
-    cached = bool(getattr(self.config, "use_cache", False) if asked is None else asked)
+    cached = bool(hf.caches_by_default(self) if asked is None else asked)
     if cached and not (self.training and hf.is_checkpointing(self)):
         kwargs["attention_mask"] = torch.ones(main.shape[:2], dtype=torch.long, device=main.device)
     elif not runtime_has("vmap_masking") and is_mapped(positions):
