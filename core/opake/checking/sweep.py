@@ -185,7 +185,8 @@ def _limit(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"more than {seconds:.0f} s of processor time")
 
     before = signal.signal(signal.SIGPROF, over)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    # again and again: code on the way may take the first one for a failure of its own
+    signal.setitimer(signal.ITIMER_PROF, seconds, 0.2)
     try:
         yield
     finally:
