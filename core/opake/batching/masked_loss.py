@@ -23,14 +23,14 @@ from .loss import row_mean
 LOCALS = {"shift_logits", "shift_labels", "shift_attention_mask"}
 
 
-def selects_tokens(model: nn.Module) -> bool:
-    """Whether the forward of the model's class computes its loss over tokens selected by the mask."""
-    return any({*layer.__code__.co_varnames} >= LOCALS for layer in layers(type(model).forward))
+def selects_tokens(cls: type[nn.Module]) -> bool:
+    """Whether the forward of a model class computes its loss over tokens selected by the mask."""
+    return any({*layer.__code__.co_varnames} >= LOCALS for layer in layers(cls.forward))
 
 
 def apply(model: nn.Module) -> list[Change]:
     """The changes that serve such a model; none for any other."""
-    return [wrap_method(model, "forward", _forward)] if selects_tokens(model) else []
+    return [wrap_method(model, "forward", _forward)] if selects_tokens(type(model)) else []
 
 
 def _forward(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:

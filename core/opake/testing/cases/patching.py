@@ -89,9 +89,12 @@ class PatchingCases(Suite):
         assert names[0] == names[1]
         configs = [json.loads((tmp_path / side / "config.json").read_text()) for side in ("stock", "patched")]
         assert configs[0] == configs[1]
-        loaded = type(stock).from_pretrained(tmp_path / "patched", attn_implementation=attention).train()
-        torch.testing.assert_close(loaded.state_dict(), stock.state_dict(), rtol=0, atol=0)
-        assert_close(loaded(**bench.batch()).logits, stock(**bench.batch()).logits)
+        # not compared with the model that was saved: some configs change when they are read again
+        want, got = (
+            type(stock).from_pretrained(tmp_path / side, attn_implementation=attention) for side in ("stock", "patched")
+        )
+        torch.testing.assert_close(got.state_dict(), stock.state_dict(), rtol=0, atol=0)
+        assert_close(got(**bench.batch()).logits, want(**bench.batch()).logits)
 
     def test_a_bad_option_changes_nothing(self, bench: Bench) -> None:
         import pytest
