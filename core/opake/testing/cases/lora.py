@@ -51,6 +51,10 @@ class LoraCases(Suite):
 
     def test_lora_leaks_nothing(self, bench: Bench, attention: str) -> None:
         model = with_lora(bench.build(attention))
+        # once before looking: lazy modules load, and copies leave their marks on classes
+        bench.apply(model)
+        vmap_gradients(model, bench.batch())
+        restore(model)
         modules = imported()
         library, before = library_snapshot(modules), model_snapshot(model)
         bench.apply(model)
