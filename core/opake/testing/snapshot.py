@@ -16,10 +16,9 @@ import torch
 
 from opake import hf
 
-Snapshot = dict[str, Any]
+Place = tuple[str, ...]
+Snapshot = dict[Place, Any]
 OURS = "opake"
-
-
 PACKAGES = ("transformers", "peft")
 
 
@@ -34,8 +33,16 @@ def library_snapshot(modules: Iterable[str]) -> Snapshot:
     Keys of our own in a dictionary (public registries) are left out: they are allowed.
     """
     found: Snapshot = {}
+    seen: set[int] = set()
     for name in modules:
-        _note_module(found, name, sys.modules[name])
+        for key, value in list(vars(sys.modules[name]).items()):
+            if key == "__warningregistry__" or isinstance(value, types.ModuleType):
+                continue
+            found[name, key] = value
+            # many modules import the same class or table
+            if isinstance(value, dict | type) and id(value) not in seen:
+                seen.add(id(value))
+                _note_contents(found, (name, key), value)
     return found
 
 
@@ -43,55 +50,53 @@ def _is_theirs(module: str) -> bool:
     return module.partition(".")[0] in PACKAGES
 
 
-def _note_module(found: Snapshot, name: str, module: types.ModuleType) -> None:
-    for key, value in list(vars(module).items()):
-        if key == "__warningregistry__" or isinstance(value, types.ModuleType):
-            continue
-        found[f"{name}.{key}"] = value
-        if isinstance(value, dict):
-            found.update(_entries(f"{name}.{key}", value))
-        elif isinstance(value, type) and _is_theirs(value.__module__):
-            _note_class(found, f"{value.__module__}.{value.__qualname__}", value)
+def _note_contents(found: Snapshot, place: Place, value: dict[Any, Any] | type) -> None:
+    if isinstance(value, dict):
+        _note_entries(found, place, value)
+    elif _is_theirs(value.__module__):
+        place = (value.__module__, value.__qualname__)
+        for key, attribute in list(vars(value).items()):
+            found[(*place, key)] = attribute
+            if isinstance(attribute, dict):
+                _note_entries(found, (*place, key), attribute)
 
 
-def _note_class(found: Snapshot, name: str, cls: type) -> None:
-    for key, value in list(vars(cls).items()):
-        found[f"{name}.{key}"] = value
-        if isinstance(value, dict):
-            found.update(_entries(f"{name}.{key}", value))
-
-
-def _entries(name: str, mapping: dict[Any, Any]) -> Snapshot:
+def _note_entries(found: Snapshot, place: Place, mapping: dict[Any, Any]) -> None:
     # the raw entries: a lazy mapping of Transformers would import whatever it is asked for
-    return {f"{name}[{key!r}]": value for key, value in list(dict.items(mapping)) if not str(key).startswith(OURS)}
+    for key, value in list(dict.items(mapping)):
+        if not str(key).startswith(OURS):
+            found[(*place, str(key))] = value
 
 
 def model_snapshot(model: torch.nn.Module) -> Snapshot:
     """Every attribute of every submodule, every entry of its dictionaries (hooks too), and its configs' attributes."""
     found: Snapshot = {}
     for name, module in model.named_modules():
-        found.update(_object(f"{name or 'model'}", module))
-        found[f"{name or 'model'}.__class__"] = type(module)
+        _note_object(found, name or "model", module)
+        found[name or "model", "__class__"] = type(module)
     for index, config in enumerate(hf.configs(getattr(model, "config", None))):
-        found.update(_object(f"config{index}", config))
+        _note_object(found, f"config{index}", config)
     return found
 
 
-def _object(name: str, owner: object) -> Snapshot:
-    found: Snapshot = {}
+def _note_object(found: Snapshot, name: str, owner: object) -> None:
     for key, value in vars(owner).items():
-        found[f"{name}.{key}"] = value
+        found[name, key] = value
         if isinstance(value, dict):
-            found.update({f"{name}.{key}[{k!r}]": v for k, v in value.items()})
-    return found
+            found.update({(name, key, str(k)): v for k, v in value.items()})
 
 
 def differences(before: Snapshot, after: Snapshot) -> Iterator[str]:
     """What was replaced, removed or added, in words."""
-    for name in before.keys() & after.keys():
-        if before[name] is not after[name]:
-            yield f"{name} was {before[name]!r:.120} and is {after[name]!r:.120}"
-    for name in before.keys() - after.keys():
-        yield f"{name} is gone"
-    for name in after.keys() - before.keys():
-        yield f"{name} is new: {after[name]!r:.120}"
+    for place, value in before.items():
+        now = after.get(place, _GONE)
+        if now is _GONE:
+            yield f"{'.'.join(place)} is gone"
+        elif now is not value:
+            yield f"{'.'.join(place)} was {value!r:.120} and is {now!r:.120}"
+    for place, value in after.items():
+        if place not in before:
+            yield f"{'.'.join(place)} is new: {value!r:.120}"
+
+
+_GONE = object()

@@ -38,6 +38,8 @@ class Bench:
 
     def __init__(self, suite: Any) -> None:
         self.suite = suite
+        # the libraries are a million objects that every collection would walk through
+        gc.freeze()
         for method in MADE_ONCE:
             setattr(self, method, functools.cache(getattr(self, method)))
 
@@ -46,6 +48,7 @@ class Bench:
         for method in MADE_ONCE:
             delattr(self, method)
         # models are cycles
+        gc.unfreeze()
         gc.collect()
         if not any_live():
             forget_registrations()
