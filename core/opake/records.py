@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AddRMSNorm",
     "Attention",
+    "ClassRecord",
     "CrossEntropy",
     "Experts",
     "FuseMLP",
@@ -89,7 +90,7 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ClassRecord(Record):
-    """A record about every instance of one class of the modeling module."""
+    """A record about every instance of one class of the modeling module; your own implements `fits` and `apply`."""
 
     cls: Any
     _through: ClassVar[str | None] = None

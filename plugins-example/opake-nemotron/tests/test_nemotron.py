@@ -1,0 +1,24 @@
+"""The family passes the suite that opake's own families pass."""
+
+from opake.patches import apply_model_patches
+from opake.testing import FamilySuite
+
+
+class TestNemotron(FamilySuite):
+    model_type = "nemotron"
+
+    def test_half_of_a_head_is_rotated(self, bench):
+        model = bench.build("sdpa")
+        assert model.model.rotary_emb.inv_freq.numel() * 2 == model.config.head_dim // 2
+
+
+class TestNemotronBiases(FamilySuite):
+    """Biases everywhere, and an activation without a kernel, which stays with Transformers."""
+
+    model_type = "nemotron"
+    config = {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}
+
+    def test_another_activation_stays(self, bench):
+        (row, *_) = apply_model_patches(bench.build("sdpa"), activation=True).find(flag="activation")
+        assert row.state == "stock"
+        assert row.reason == "the activation of NemotronMLP is not relu squared; it stays as it is"
