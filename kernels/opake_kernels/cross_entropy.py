@@ -15,9 +15,10 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .checks import check_float, check_index, check_same_device, check_shape
+from .cross_entropy_kernels import cross_entropy_bwd_kernel, cross_entropy_fwd_kernel, cross_entropy_reduce_kernel
 from .fold import ROWS, fold_groups, function_pair, values_readable
-from .launch import DEBUG, cdiv, jit, launch, tl, uses_triton
-from .row_softmax import aligned_start, cap_scale, grad_tile, row_log_softmax_parts, row_tile, softmax_grad
+from .launch import DEBUG, cdiv, launch, uses_triton
+from .row_softmax import grad_tile, row_tile
 from .strided_rows import row_strides
 
 __all__ = ["CrossEntropySettings", "check_labels", "cross_entropy_reference", "opake_cross_entropy_loss"]
@@ -70,93 +71,6 @@ def cross_entropy_reference(
     return total if settings.reduction == "sum" else total / (~ignored).sum().clamp(min=1)
 
 
-@jit
-def _token_kernel(
-    L, Y, LOSS, LSE, V, inner, outer, step, ignore, scale, cap, smoothing,
-    CAP: tl.constexpr, SMOOTH: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """One row a program: the loss of one token, and the two parts of its logsumexp."""
-    row = tl.program_id(0).to(tl.int64)
-    y = tl.load(Y + row)
-    if y == ignore:
-        tl.store(LOSS + row, 0.0)
-        tl.store(LSE + row * 2 + tl.arange(0, 2), tl.zeros((2,), tl.float32))
-    else:
-        start = (row // inner) * outer + (row % inner) * step
-        top, log_sum, total = row_log_softmax_parts(L, start, V, scale, cap, CAP, SMOOTH, T, W)  # pyright: ignore
-        valid = (y >= 0) & (y < V)
-        z = cap_scale(tl.load(L + start + tl.where(valid, y, 0)), scale, cap, CAP)
-        if SMOOTH:
-            z = (1.0 - smoothing) * z + smoothing * (total / V)
-        loss = (top - z) + log_sum
-        tl.store(LOSS + row, tl.where(valid, loss, float("nan")))
-        tl.store(LSE + row * 2, top)
-        tl.store(LSE + row * 2 + 1, log_sum)
-
-
-@jit(do_not_specialize=["R"])
-def _reduce_kernel(LOSS, Y, OUT, WEIGHT, R, ignore, MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """One group a program: the sum or mean of its R losses, and the weight each token had in it."""
-    group = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((BLOCK,), tl.float32)
-    count = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, R, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        total += tl.load(LOSS + group * R + token, mask=token < R, other=0.0)
-        if MEAN:
-            counted = tl.load(Y + group * R + token, mask=token < R, other=ignore) != ignore
-            count += counted.to(tl.int32)
-    weight = 1.0
-    if MEAN:
-        weight = 1.0 / tl.maximum(tl.sum(count, 0), 1).to(tl.float32)
-    tl.store(WEIGHT + group, weight)
-    tl.store(OUT + group, tl.sum(total, 0) * weight)
-
-
-@jit(do_not_specialize=["R"])
-def _backward_kernel(
-    L, Y, LSE, G, WEIGHT, D, V, NB, R, inner, outer, step, ignore, scale, cap, smoothing,
-    CAP: tl.constexpr, SMOOTH: tl.constexpr, REDUCED: tl.constexpr, DENSE: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """TILES tiles of one row a program, aligned in the gradient, and in the logits too where those are DENSE."""
-    program = tl.program_id(0)
-    row = (program // NB).to(tl.int64)
-    aligned, shift = aligned_start(row * V, W)  # pyright: ignore
-    y = tl.load(Y + row)
-    lane = tl.arange(0, BLOCK)
-    begin = (program % NB) * (TILES * BLOCK)
-    # lanes of the aligned row that are columns: [shift, end)
-    end = V + shift
-    stop = tl.minimum(begin + TILES * BLOCK, end)
-    if y == ignore:
-        zero = tl.zeros((BLOCK,), D.dtype.element_ty)
-        for at in range(begin, stop, BLOCK):
-            # whole tiles need no mask, and without one an odd V is written 16 bytes at a time
-            if (at >= shift) & (at + BLOCK <= end):
-                tl.store(D + aligned + at + lane, zero)
-            else:
-                tl.store(D + aligned + at + lane, zero, mask=(lane >= shift - at) & (lane < end - at))
-    else:
-        top, log_sum = tl.load(LSE + row * 2), tl.load(LSE + row * 2 + 1)
-        group = program // NB // R if REDUCED else row
-        g = tl.load(G + group) * tl.load(WEIGHT + group) if REDUCED else tl.load(G + group)
-        g = tl.where((y >= 0) & (y < V), g, float("nan"))
-        label = y + shift
-        from_row = (row // inner) * outer + (row % inner) * step - shift
-        source = L + aligned if DENSE else L + from_row
-        for at in range(begin, stop, BLOCK):
-            out = D + aligned + at + lane
-            hit = lane == (label - at).to(tl.int32)
-            if (at >= shift) & (at + BLOCK <= end):
-                x = tl.load(source + at + lane)
-                tl.store(out, softmax_grad(x, top, g, hit, scale, cap, smoothing, V, CAP, SMOOTH, log_sum))
-            else:
-                inside = (lane >= shift - at) & (lane < end - at)
-                x = tl.load(source + at + lane, mask=inside, other=0.0)
-                tl.store(out, softmax_grad(x, top, g, hit, scale, cap, smoothing, V, CAP, SMOOTH, log_sum), mask=inside)
-
-
 def check_labels(op: str, labels: torch.Tensor, V: int, ignore_index: int) -> None:
     """ValueError for a label that is neither a class nor ignored. Reads the labels: not for a device under way."""
     bad = labels[((labels < 0) | (labels >= V)) & (labels != ignore_index)]
@@ -174,7 +88,7 @@ def _tokens(logits: torch.Tensor, labels: torch.Tensor, settings: CrossEntropySe
     lse = torch.empty((*labels.shape, 2), dtype=torch.float32, device=logits.device)
     x, inner, outer, step = row_strides(logits)
     launch(
-        _token_kernel, (labels.numel(),), x, x, labels, loss, lse, x.shape[-1], inner, outer, step,
+        cross_entropy_fwd_kernel, (labels.numel(),), x, x, labels, loss, lse, x.shape[-1], inner, outer, step,
         settings.ignore_index, settings.scale, settings.softcap, settings.smoothing,
         CAP=bool(settings.softcap), SMOOTH=bool(settings.smoothing), **row_tile(x),
     )  # fmt: skip
@@ -193,8 +107,8 @@ def _forward_reduced(logits: torch.Tensor, labels: torch.Tensor, groups: int, se
     if labels.numel():
         G = fold_groups(labels, groups)
         launch(
-            _reduce_kernel, (G,), losses, losses, labels, loss, weight, labels.numel() // G, settings.ignore_index,
-            MEAN=settings.reduction == "mean", BLOCK=2048, num_warps=8,
+            cross_entropy_reduce_kernel, (G,), losses, losses, labels, loss, weight, labels.numel() // G,
+            settings.ignore_index, MEAN=settings.reduction == "mean", BLOCK=2048, num_warps=8,
         )  # fmt: skip
     return loss, lse, weight
 
@@ -208,7 +122,7 @@ def _backward(grads: Any, saved: Any, need: Any, groups: int, settings: CrossEnt
     NB = cdiv(V + tile["W"] - 1, tile["BLOCK"] * tile["TILES"])
     R = labels.numel() // max(fold_groups(labels, groups), 1)
     launch(
-        _backward_kernel, (labels.numel() * NB,), x, x, labels.contiguous(), lse.contiguous(), g.contiguous(),
+        cross_entropy_bwd_kernel, (labels.numel() * NB,), x, x, labels.contiguous(), lse.contiguous(), g.contiguous(),
         weight[0].contiguous() if weight else lse, d, V, NB, max(R, 1), inner, outer, step,
         settings.ignore_index, settings.scale, settings.softcap, settings.smoothing,
         CAP=bool(settings.softcap), SMOOTH=bool(settings.smoothing), REDUCED=bool(weight), DENSE=x.is_contiguous(),

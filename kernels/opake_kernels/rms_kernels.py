@@ -11,13 +11,20 @@ from __future__ import annotations
 
 from .launch import jit, tl
 
-__all__ = ["backward_kernel", "forward_kernel", "sum_kernel", "wide_dw_kernel", "wide_dx_kernel", "wide_forward_kernel"]
+__all__ = [
+    "rms_norm_bwd_kernel",
+    "rms_norm_dw_sum_kernel",
+    "rms_norm_fwd_kernel",
+    "rms_norm_wide_bwd_kernel",
+    "rms_norm_wide_dw_kernel",
+    "rms_norm_wide_fwd_kernel",
+]
 
 _SIZES = ["rows", "rows_per_group", "per_program", "programs"]
 
 
 @jit(do_not_specialize=_SIZES)
-def forward_kernel(
+def rms_norm_fwd_kernel(
     X, RES, W, Y, SUM, RSTD, rows, rows_per_group, w_step, eps,
     x_inner, x_outer, x_step, r_inner, r_outer, r_step,
     COLS: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, GROUPED: tl.constexpr,
@@ -53,7 +60,7 @@ def forward_kernel(
 
 
 @jit(do_not_specialize=_SIZES)
-def backward_kernel(
+def rms_norm_bwd_kernel(
     DY, X, W, RSTD, DSUM, DX, PART, rows_per_group, per_program, programs, w_step,
     x_inner, x_outer, x_step, y_inner, y_outer, y_step, s_inner, s_outer, s_step,
     COLS: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -97,7 +104,7 @@ def backward_kernel(
 
 
 @jit(do_not_specialize=_SIZES)
-def wide_forward_kernel(
+def rms_norm_wide_fwd_kernel(
     X, RES, W, Y, SUM, RSTD, rows_per_group, w_step, eps,
     x_inner, x_outer, x_step, r_inner, r_outer, r_step,
     COLS: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
@@ -135,7 +142,7 @@ def wide_forward_kernel(
 
 
 @jit(do_not_specialize=_SIZES)
-def wide_dx_kernel(
+def rms_norm_wide_bwd_kernel(
     DY, X, W, RSTD, DSUM, DX, rows_per_group, w_step,
     x_inner, x_outer, x_step, y_inner, y_outer, y_step, s_inner, s_outer, s_step,
     COLS: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
@@ -166,7 +173,7 @@ def wide_dx_kernel(
 
 
 @jit(do_not_specialize=_SIZES)
-def wide_dw_kernel(
+def rms_norm_wide_dw_kernel(
     DY, X, RSTD, PART, rows_per_group, per_program, programs,
     x_inner, x_outer, x_step, y_inner, y_outer, y_step,
     COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -190,7 +197,7 @@ def wide_dw_kernel(
 
 
 @jit(do_not_specialize=_SIZES)
-def sum_kernel(PART, DW, programs, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_dw_sum_kernel(PART, DW, programs, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """(G, programs, COLS) fp32 partial sums -> (G, COLS) in the weight's dtype, in a fixed order."""
     group = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

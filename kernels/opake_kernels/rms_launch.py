@@ -16,12 +16,12 @@ import torch
 from .fold import fold_groups, fold_shared
 from .launch import cdiv, launch, next_power_of_2, warps_for
 from .rms_kernels import (
-    backward_kernel,
-    forward_kernel,
-    sum_kernel,
-    wide_dw_kernel,
-    wide_dx_kernel,
-    wide_forward_kernel,
+    rms_norm_bwd_kernel,
+    rms_norm_dw_sum_kernel,
+    rms_norm_fwd_kernel,
+    rms_norm_wide_bwd_kernel,
+    rms_norm_wide_dw_kernel,
+    rms_norm_wide_fwd_kernel,
 )
 from .strided_rows import invert, memory_order, row_strides
 
@@ -141,12 +141,12 @@ def _launch_forward(x, residual, weight, y, s, rstd, groups, eps, offset, round_
     meta = {"COLS": C, "OFFSET": offset, "ROUND": round_first and w is not None}
     if C > _WIDEST_TILE:
         args = (at, res, w, y, s, rstd, R, w_step, eps, *x_rows, *res_rows)
-        launch(wide_forward_kernel, (rows,), x, *args, **meta, BLOCK=_WIDE_BLOCK, num_warps=8)
+        launch(rms_norm_wide_fwd_kernel, (rows,), x, *args, **meta, BLOCK=_WIDE_BLOCK, num_warps=8)
         return
     tile, block, warps = _tile(C)
     args = (at, res, w, y, s, rstd, rows, R, w_step, eps, *x_rows, *res_rows)
     meta |= {"GROUPED": w_step != 0, "ROWS": tile, "BLOCK": block}
-    launch(forward_kernel, (cdiv(rows, tile),), x, *args, **meta, num_warps=warps)
+    launch(rms_norm_fwd_kernel, (cdiv(rows, tile),), x, *args, **meta, num_warps=warps)
 
 
 def rms_backward(
@@ -195,14 +195,21 @@ def _launch_backward(dy, x, weight, rstd, dsum, dx, dw, groups, offset) -> None:
     if not wide:
         args = (dy, at, w, rstd, ds, dx, part, rows // G, per_program, programs, w_step, *strides, *ds_rows)
         meta = {"COLS": C, "OFFSET": offset, "ROWS": tile, "BLOCK": block, "STAGES": stages}
-        launch(backward_kernel, (G * programs,), x, *args, **meta, num_warps=warps)
+        launch(rms_norm_bwd_kernel, (G * programs,), x, *args, **meta, num_warps=warps)
     if wide and dx is not None:
         args = (dy, at, w, rstd, ds, dx, rows // G, w_step, *strides, *ds_rows)
-        launch(wide_dx_kernel, (rows,), x, *args, COLS=C, OFFSET=offset, BLOCK=_WIDE_BLOCK, num_warps=8)
+        launch(rms_norm_wide_bwd_kernel, (rows,), x, *args, COLS=C, OFFSET=offset, BLOCK=_WIDE_BLOCK, num_warps=8)
     if wide and dw is not None:
         args = (dy, at, rstd, part, rows // G, per_program, programs, *strides)
         launch(
-            wide_dw_kernel, (G * programs, cdiv(C, block)), x, *args, COLS=C, ROWS=tile, BLOCK=block, num_warps=warps
+            rms_norm_wide_dw_kernel,
+            (G * programs, cdiv(C, block)),
+            x,
+            *args,
+            COLS=C,
+            ROWS=tile,
+            BLOCK=block,
+            num_warps=warps,
         )
     if dw is not None and part is not dw:
-        launch(sum_kernel, (G, cdiv(C, 64)), x, part, dw, programs, COLS=C, ROWS=32, BLOCK=64, num_warps=4)
+        launch(rms_norm_dw_sum_kernel, (G, cdiv(C, 64)), x, part, dw, programs, COLS=C, ROWS=32, BLOCK=64, num_warps=4)

@@ -34,8 +34,13 @@ def _tile(N: int, T: int, block: int) -> tuple[int, int, int]:
     return heads, tokens, min(max(1, tokens * block // 256), 8)
 
 
-@jit(do_not_specialize=["tokens", "batch"])
-def _rope_kernel(
+def _name(specialized: Any) -> str:
+    """What a profile shows: backward is the same kernel, turning the other way."""
+    return "rope_bwd_kernel" if specialized.constants["INVERSE"] else "rope_fwd_kernel"
+
+
+@jit(do_not_specialize=["tokens", "batch"], repr=_name)
+def rope_kernel(
     Q, K, Q_OUT, K_OUT, COS, SIN, tokens, batch, q_heads, k_heads,
     q_b, q_n, q_t, k_b, k_n, k_t, c_g, c_b, c_t,
     D: tl.constexpr, HALF: tl.constexpr, AT: tl.constexpr, FULL: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -185,7 +190,7 @@ def _launch(x, y, x_out, y_out, cos, sin, B, table_strides, layout, inverse) -> 
     programs = A * cdiv(T, tokens) * (cdiv(N, heads) + cdiv(K, heads))
     strides = (*x.stride()[:3], *((0, 0, 0) if y is None else y.stride()[:3]), *table_strides)
     launch(
-        _rope_kernel, (programs,), x, x, y, x_out, y_out, cos, sin, T, B, N, K, *strides,
+        rope_kernel, (programs,), x, x, y, x_out, y_out, cos, sin, T, B, N, K, *strides,
         D=D, HALF=half, AT=rest if layout.trailing else 0, FULL=cos.shape[-1] == layout.width,
         INTERLEAVED=layout.interleaved, INVERSE=inverse, Q_BY_TOKEN=layout.q_by_token, K_BY_TOKEN=layout.k_by_token,
         HEADS=heads, TOKENS=tokens, BLOCK=block, PASS=next_power_of_2(rest), num_warps=warps,

@@ -34,7 +34,7 @@ def selective_log_softmax_reference(
 
 
 @jit
-def _forward_kernel(
+def selective_log_softmax_fwd_kernel(
     L, I, OUT, LSE, V, K, inner, outer, step, KB: tl.constexpr, T: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -60,7 +60,7 @@ def _chosen_grad(x, top, log_sum, total, I, G, K, shift, at, lane):
 
 
 @jit
-def _backward_kernel(
+def selective_log_softmax_bwd_kernel(
     L, I, LSE, G, D, V, K, NB, inner, outer, step,
     DENSE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -99,8 +99,8 @@ def _forward(logits: torch.Tensor, indices: torch.Tensor, groups: int, dtype: to
     x, inner, outer, step = row_strides(logits)
     K = indices.shape[-1]
     launch(
-        _forward_kernel, (lse.numel() // 2,), x, x, indices.contiguous(), out, lse, x.shape[-1], K, inner, outer, step,
-        KB=next_power_of_2(K), **row_tile(x),
+        selective_log_softmax_fwd_kernel, (lse.numel() // 2,), x, x, indices.contiguous(), out, lse, x.shape[-1], K,
+        inner, outer, step, KB=next_power_of_2(K), **row_tile(x),
     )  # fmt: skip
     return out, lse
 
@@ -113,8 +113,8 @@ def _backward(grads: Any, saved: Any, need: Any, groups: int, dtype: torch.dtype
     tile = grad_tile(d)
     NB = cdiv(V + tile["W"] - 1, tile["BLOCK"] * tile["TILES"])
     launch(
-        _backward_kernel, (lse.numel() // 2 * NB,), x, x, indices.contiguous(), lse.contiguous(), g.contiguous(), d,
-        V, indices.shape[-1], NB, inner, outer, step, DENSE=x.is_contiguous(), **tile,
+        selective_log_softmax_bwd_kernel, (lse.numel() // 2 * NB,), x, x, indices.contiguous(), lse.contiguous(),
+        g.contiguous(), d, V, indices.shape[-1], NB, inner, outer, step, DENSE=x.is_contiguous(), **tile,
     )  # fmt: skip
     return [d, None]
 

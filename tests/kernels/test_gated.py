@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opake_kernels import gated
+from opake_kernels import gated, gated_kernels
 from opake_kernels.activations import ACTIVATIONS, Activation
 from opake_kernels.gated import (
     gated_reference,
@@ -64,8 +64,10 @@ def test_combined(shape, name, interleaved, device, check_op):
 
 def test_combined_is_read_in_place_and_has_one_gradient_buffer(device, monkeypatch):
     seen = []
-    real = gated.launch
-    monkeypatch.setattr(gated, "launch", lambda k, grid, on, *a, **m: (seen.append(a), real(k, grid, on, *a, **m)))
+    real = gated_kernels.launch
+    monkeypatch.setattr(
+        gated_kernels, "launch", lambda k, grid, on, *a, **m: (seen.append(a), real(k, grid, on, *a, **m))
+    )
     x = torch.randn(3, 4, 16, device=device, requires_grad=True)
     (d,) = torch.autograd.grad(opake_swiglu(x).sum(), x)
     forward, backward = seen
@@ -106,8 +108,8 @@ def test_one_operand_needs_a_gradient(diff, device, check_op):
 
 def test_frozen_operand_is_not_differentiated(device, monkeypatch):
     made = []
-    real = gated._launch_backward
-    monkeypatch.setattr(gated, "_launch_backward", lambda *a: (made.append(a[3:5]), real(*a)))
+    real = gated.gated_backward
+    monkeypatch.setattr(gated, "gated_backward", lambda *a: (made.append(a[3:5]), real(*a)))
     gate, up = _pair((3, 9), torch.float32, device)
     opake_swiglu(gate.requires_grad_(), up).sum().backward()
     assert made[0][0] is not None

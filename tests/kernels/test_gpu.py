@@ -128,7 +128,7 @@ def test_per_example_step_in_a_cuda_graph():
 def test_triton_cache_does_not_grow_with_sequence_length():
     from opake_kernels import cross_entropy
 
-    kernels = (cross_entropy._token_kernel, cross_entropy._backward_kernel, cross_entropy._reduce_kernel)
+    kernels = [getattr(cross_entropy, f"cross_entropy_{part}_kernel") for part in ("fwd", "bwd", "reduce")]
 
     def entries():
         return [len(k.device_caches[torch.cuda.current_device()][0]) for k in kernels]

@@ -15,7 +15,7 @@ __all__ = ["softmax_grad_"]
 
 
 @jit
-def _softmax_grad_kernel(
+def linear_cross_entropy_kernel(
     Z, Y, LOSS, LSE, G, stride, V, ignore, scale, cap, smoothing,
     CAP: tl.constexpr, SMOOTH: tl.constexpr, GRAD: tl.constexpr, KNOWN: tl.constexpr, SCALED: tl.constexpr,
     T: tl.constexpr, W: tl.constexpr,
@@ -79,7 +79,7 @@ def softmax_grad_(
     W = 16 // z_RV.element_size()
     T = min(1024, max(32, next_power_of_2(V // W)))
     launch(
-        _softmax_grad_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R, lse_R if scale_R is None else scale_R,
+        linear_cross_entropy_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R, lse_R if scale_R is None else scale_R,
         z_RV.stride(0), V, settings.ignore_index, settings.scale, settings.softcap, settings.smoothing,
         CAP=bool(settings.softcap), SMOOTH=bool(settings.smoothing), GRAD=gradient, KNOWN=known,
         SCALED=scale_R is not None, T=T, W=W, num_warps=max(T // 64, 1),

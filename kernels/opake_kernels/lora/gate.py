@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional
 
 from opake_kernels.activations import Activation
-from opake_kernels.gated import _launch_backward, opake_gated_activation
+from opake_kernels.gated import opake_gated_activation
+from opake_kernels.gated_kernels import gated_backward
 from opake_kernels.launch import uses_triton
 
 __all__ = ["activated", "activated_backward"]
@@ -26,7 +27,7 @@ def activated_backward(
     """(h, dgate, dup): the activation again, and its gradients for `d`. All are new."""
     if uses_triton(d, gate, up):
         dg, du = torch.empty_like(gate), torch.empty_like(up)
-        _launch_backward(d, gate, up, dg, du, act, False)
+        gated_backward(d, gate, up, dg, du, act, False)
         return activated(gate, up, act), dg, du
     g, u = gate, up
     if act.limit:
