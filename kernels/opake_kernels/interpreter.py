@@ -1,9 +1,9 @@
-"""Two repairs of Triton's CPU interpreter, made only under `TRITON_INTERPRET=1`.
+"""Three repairs of Triton's CPU interpreter, made only under `TRITON_INTERPRET=1`.
 
 Loop bounds: the interpreter keeps scalars as arrays of one element, which NumPy >= 2.4 no longer turns into an int.
 Rounding: it cuts float32 to bfloat16 where the compiler, and PyTorch, round to nearest even; errors would look twice
-as large as they are. Both are probed by behaviour, so a Triton without the fault is left alone. Leaves compiled
-kernels untouched.
+as large as they are. Products: it multiplies the bits of bfloat16 as integers. All are probed by behaviour, so a
+Triton without the fault is left alone. Leaves compiled kernels untouched.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def repair() -> None:
     if not getattr(interpreter, "_opake_repaired", False):
         _repair_loop_bounds(interpreter)
         _repair_rounding(interpreter)
+        _repair_products(interpreter)
         interpreter._opake_repaired = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -55,6 +56,28 @@ def _repair_rounding(interpreter: Any) -> None:
         return convert(data, source, target, rounding)
 
     interpreter._convert_float = convert_float
+
+
+def _repair_products(interpreter: Any) -> None:
+    import triton.language as tl
+
+    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    multiply = builder.create_dot
+    one = handle(np.full((1, 1), 0x3F80, dtype=np.uint16), tl.bfloat16)
+    zero = handle(np.zeros((1, 1), dtype=np.float32), tl.float32)
+    if multiply(interpreter.interpreter_builder, one, one, zero, None, 0).data[0, 0] == 1.0:
+        return
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(self, *(_widened(interpreter, x) if x.dtype == tl.bfloat16 else x for x in (a, b)), *rest)
+
+    builder.create_dot = create_dot
+
+
+def _widened(interpreter: Any, x: Any) -> Any:
+    import triton.language as tl
+
+    return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def _nearest_even(data: np.ndarray) -> np.ndarray:

@@ -50,10 +50,19 @@ def summed(grad: torch.Tensor, groups: int) -> torch.Tensor:
     return grad if groups == 1 else grad.unflatten(1, (grad.shape[1] // groups, groups)).sum(2)
 
 
-def schema_matches(schemas: dict[str, list[str]]) -> bool:
-    """Whether the installed torch has these aten operators with just these argument names."""
+def schema_matches(schemas: dict[str, list[str]], *, more: bool = False) -> bool:
+    """Whether the installed torch has these aten operators with just these argument names.
+
+    more: arguments with defaults may follow, which newer versions add.
+    """
     for name, arguments in schemas.items():
         packet = getattr(aten, name, None)
-        if packet is None or [a.name for a in packet.default._schema.arguments] != arguments:
+        if packet is None:
+            return False
+        found = packet.default._schema.arguments
+        rest = found[len(arguments) :]
+        if [a.name for a in found[: len(arguments)]] != arguments or (rest and not more):
+            return False
+        if any(not a.has_default_value() for a in rest):
             return False
     return True

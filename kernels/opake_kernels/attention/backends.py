@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from opake_kernels.launch import HAS_TRITON
+
 from .backend import Backend, Tensors, additive, aten, repeated, schema_matches, summed
 from .cuda import SERVING, choose_cuda
 
@@ -82,7 +84,7 @@ def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 def backend_names(device: str) -> list[str]:
     """The backends that the installed torch has for a device type, best first; the last one is always there."""
     if device == "cuda":
-        fused = [backend for backend, serves in SERVING.items() if serves]
+        fused = [backend.name for backend, serves in SERVING.items() if serves] + ["triton"] * HAS_TRITON
     else:
-        fused = [CPU_FLASH] if device == "cpu" and CPU_FLASH_SERVES else []
-    return [backend.name for backend in (*fused, PUBLIC)]
+        fused = [CPU_FLASH.name] if device == "cpu" and CPU_FLASH_SERVES else []
+    return [*fused, PUBLIC.name]

@@ -8,6 +8,7 @@ sizes, dtypes) is asked of shapes alone, and then the public form serves.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -31,6 +32,36 @@ def _flash_backward(
     return aten._scaled_dot_product_flash_attention_backward(
         go, q, k, v, out, lse, None, None, T, S, 0.0, causal, state, unused, scale=scale
     )
+
+
+@functools.cache
+def flash_window(window: int) -> Backend:
+    """Causal flash attention in which a query sees the last `window` keys: the same kernel, asked one level lower.
+
+    Its tensors are (B, T, heads, D). Offered where `window_serves` says so.
+    """
+    sides = {"window_size_left": window - 1, "window_size_right": 0}
+
+    def forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> Any:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        T, S = q.shape[1], k.shape[1]
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, None, None, T, S, 0.0, True, False, scale=scale, **sides
+        )  # fmt: skip
+        return out.transpose(1, 2), lse
+
+    def backward(
+        go: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, causal: bool, scale: float | None
+    ) -> Tensors:
+        state, unused = _zeros(q, 2, dtype=torch.uint64), _zeros(q, dtype=torch.uint64)
+        go, q, k, v, out = (t.transpose(1, 2) for t in (go, q, k, v, out))
+        T, S = q.shape[1], k.shape[1]
+        found = aten._flash_attention_backward(
+            go, q, k, v, out, lse, None, None, T, S, 0.0, True, state, unused, scale=scale, **sides
+        )
+        return tuple(g.transpose(1, 2) for g in found)
+
+    return Backend(f"flash_window_{window}", 1, forward, backward)
 
 
 def _efficient_forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> Any:
@@ -110,7 +141,22 @@ SCHEMAS = {
         ),
     },
 }
+_WINDOW = ["scale", "window_size_left", "window_size_right"]
+WINDOW_SCHEMAS = {
+    "_flash_attention_forward": (
+        [*_QKV, "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask", *_WINDOW]
+    ),
+    "_flash_attention_backward": (["grad_out", *_QKV, "out", "logsumexp", *_STATE, "rng_state", "unused", *_WINDOW]),
+}
+WINDOW_SERVES = schema_matches(WINDOW_SCHEMAS, more=True)
 SERVING = {backend: schema_matches(schemas) for backend, schemas in SCHEMAS.items()}
+
+
+def window_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the flash kernel takes these tensors with causality and a window, and is not switched off."""
+    D, half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
+    fits = v.shape[-1] == D and D % 8 == 0 and D <= 256 and q.shape[-2] == k.shape[-2] and 0 not in q.shape
+    return q.is_cuda and half and fits and WINDOW_SERVES and torch.backends.cuda.flash_sdp_enabled()
 
 
 def choose_cuda(

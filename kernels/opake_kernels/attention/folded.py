@@ -8,7 +8,7 @@ mapped dimensions are merged into the batch dimension first, and backward is a F
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from opake_kernels.fold import ROWS, SHARED, function_pair
 
 from .backend import Backend
+from .masked import fold_mask
 
 
 def folded_attention(
@@ -42,7 +43,7 @@ def _pair(backend: Backend) -> Callable[..., Any]:
     def forward(q: Any, k: Any, v: Any, mask: Any, groups: int, causal: bool, scale: float | None) -> Any:
         lead = q.shape[: groups + 1]
         flat = [t.flatten(0, groups) for t in (q, k, v)]
-        found = backend.forward(*flat, _fold_mask(mask, lead), causal, scale)
+        found = backend.forward(*flat, fold_mask(mask, lead), causal, scale)
         parts = found if isinstance(found, tuple) else (found,)
         parts = tuple(part.unflatten(0, lead) for part in parts)
         return parts if backend.stats else parts[0]
@@ -54,7 +55,7 @@ def _pair(backend: Backend) -> Callable[..., Any]:
         lead = q.shape[: groups + 1]
         flat = [t.flatten(0, groups) for t in (grads[0], q, k, v)]
         kept = [t.flatten(0, groups) for t in rest]
-        found = backend.backward(*flat, _fold_mask(mask, lead), *kept, causal, scale)
+        found = backend.backward(*flat, fold_mask(mask, lead), *kept, causal, scale)
         return *(g.unflatten(0, lead) for g in found), None
 
     return function_pair(
@@ -66,12 +67,3 @@ def _pair(backend: Backend) -> Callable[..., Any]:
         save_outputs=tuple(range(1 + backend.stats)),
         stats=backend.stats,
     )
-
-
-def _fold_mask(mask: torch.Tensor | None, lead: Sequence[int]) -> torch.Tensor | None:
-    """(*groups or ones, B or 1, N or 1, T, S) -> (B' or 1, N or 1, T, S); a mask shared by all stays one."""
-    if mask is None:
-        return None
-    if any(size != 1 for size in mask.shape[: len(lead)]):
-        mask = mask.expand(*lead, *mask.shape[len(lead) :])
-    return mask.flatten(0, len(lead) - 1)

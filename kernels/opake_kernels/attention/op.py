@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from opake_kernels.checks import (
@@ -13,8 +15,11 @@ from opake_kernels.checks import (
 )
 
 from .backends import choose
+from .cuda import flash_window
 from .folded import folded_attention
 from .math import allowed, attention_reference
+from .route import FLASH_WINDOW, MATH, TRITON, Asked, route
+from .tiled import tiled_attention
 
 
 def opake_attention(
@@ -46,36 +51,39 @@ def opake_attention(
     """
     q, k, v = autocast_to_compute_dtype(q, k, v)
     _check(q, k, v, mask, causal, window, sinks)
-    if reason_for_math(v.shape[-1] != q.shape[-1], mask, softcap, sinks, dropout):
-        return attention_reference(
-            q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks, dropout=dropout
-        )
+    return attend(q, k, v, mask, causal, scale, window, softcap, sinks, dropout)[0]
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    dropout: float,
+) -> tuple[torch.Tensor, str | None]:
+    """`opake_attention` without its checks, and why it took the plain twin (None: it did not)."""
+    if window is not None and window >= k.shape[-2]:
+        window = None
+    asked = Asked(mask, causal, window, softcap, sinks, dropout)
+    taken, reason = route(q, k, v, asked)
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    if taken == MATH:
+        return attention_reference(q, k, v, mask=mask, dropout=dropout, **options), reason
+    if taken == TRITON:
+        return tiled_attention(q, k, v, mask=mask, **options), None
+    if taken == FLASH_WINDOW:
+        assert window is not None
+        return folded_attention(flash_window(window), q, k, v, None, True, scale), None
     # fused kernels align `causal` with the first key, not the last
     if window is not None or (causal and (mask is not None or q.shape[-2] != k.shape[-2])):
         seen = allowed(q.shape[-2], k.shape[-2], None, causal, window, q.device)
         mask, causal = joined(mask, seen), False
-    return folded_attention(choose(q, k, v, mask, causal), q, k, v, mask, causal, scale)
-
-
-def reason_for_math(
-    other_value_size: bool,
-    mask: torch.Tensor | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    dropout: float,
-) -> str | None:
-    """Why no fused backend is exact for this call, or None."""
-    if softcap is not None:
-        return "soft cap: no fused backend has it"
-    if sinks is not None:
-        return "sinks: no fused backend has them"
-    if dropout:
-        return "attention dropout: a fused backward cannot replay it under vmap"
-    if mask is not None and mask.is_floating_point() and mask.requires_grad:
-        return "learned bias: fused backends give it no gradient"
-    if other_value_size:
-        return "value heads of another size than query heads"
-    return None
+    return folded_attention(choose(q, k, v, mask, causal), q, k, v, mask, causal, scale), None
 
 
 def joined(mask: torch.Tensor | None, seen: torch.Tensor | None) -> torch.Tensor | None:
