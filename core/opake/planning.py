@@ -22,7 +22,7 @@ def plan(model_type: str) -> tuple[registry.Family, list[Planned]]:
 
 def modeling(family: registry.Family) -> tuple[Any, Any]:
     """(modeling module, default config) of a family; the module as the patching engine hands it to hooks."""
-    name = presence.modeling_module(family.model_type, family.claim.module)
+    name = presence.modeling_module(family.model_type, family.claim.module) or _beside_its_config(family.model_type)
     if name is None:
         needs = [c.status for c in registry.listed() if c.name == family.model_type and c.status.startswith("needs")]
         raise MissingDependency(
@@ -34,3 +34,14 @@ def modeling(family: registry.Family) -> tuple[Any, Any]:
     from opake.hf import ModelingModule
 
     return ModelingModule(importlib.import_module(name)), CONFIG_MAPPING[family.model_type]()
+
+
+def _beside_its_config(model_type: str) -> str | None:
+    """The modeling module next to the config class, for a model type that shares the directory of another."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return None
+    package, _, name = CONFIG_MAPPING[model_type].__module__.rpartition(".")
+    dotted = f"{package}.{name.replace('configuration_', 'modeling_', 1)}"
+    return dotted if presence.module_file(dotted) else None

@@ -46,7 +46,7 @@ def answer(model_type: str, seconds: float = SECONDS) -> Answer:
     is the unpatched one; and `restore` leaves nothing behind.
     """
     try:
-        with _limit(seconds), warnings.catch_warnings(), _quiet():
+        with _limit(seconds), warnings.catch_warnings(), quiet():
             warnings.simplefilter("ignore")
             return _tried(tiny_model(model_type))
     except TimeoutError as error:
@@ -195,7 +195,7 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No log messages of Transformers about a model that is thrown away a second later."""
     import logging as levels
 

@@ -1,7 +1,8 @@
-"""`opake families`: what there is, what a family plans, and whether it is right on a tiny model."""
+"""`opake families`: what there is, what a family plans, whether it is right on a tiny model, and a new one."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ from opake import registry
 from opake.cli.output import examples, fail, group, json_out, note, progress, table
 from opake.errors import OpakeError, UnknownFamily
 
-app = group(help="List, show and check the model families that plugins provide.")
+app = group(help="List, show, check and write the model families that plugins provide.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -95,6 +96,42 @@ def check_families(
         fail(failure)
     if failures:
         raise typer.Exit(1)
+
+
+@app.command(
+    "new", epilog=examples("families new arcee opake-arcee", "families new seed_oss plugin --name my-seed-oss")
+)
+def new_family(
+    model_type: str,
+    directory: Annotated[Path, typer.Argument(help="Where to write; made if it is not there, else empty.")],
+    name: Annotated[str | None, typer.Option(help="Name of the distribution. Default: opake-MODEL-TYPE.")] = None,
+) -> None:
+    """Write a plugin for a causal language model of Transformers: a distribution with a module, tests and packaging.
+
+    What the model's classes compute is found by running them on a tiny random model; what could not be proven stands
+    in the module's docstring. Exits with 1 if the result does not pass the check of `opake families check`.
+    """
+    from opake import scaffold
+
+    made = scaffold.new_family(model_type, directory, name)
+    for file in made.files:
+        note(f"wrote {file}")
+    found = made.declaration
+    note(f"{len(found.lines)} records declared, {len(found.left_out)} left out")
+    for reason in found.left_out:
+        note(f"  left out: {reason}")
+    from opake.checking import family
+
+    head = ("model_type", "family", "model", "attention", *family.CASES, "restored", "result")
+    table("largest relative error of a per-example gradient", head, [made.outcome.cells()])
+    for failure in made.outcome.failures:
+        fail(f"{model_type}: {failure}")
+    if made.outcome.failures:
+        raise typer.Exit(1)
+    for claim in registry.claims(name=model_type):
+        block = f"{registry.BLOCK}={claim.source}:{model_type}"
+        note(f"{claim.source} {claim.version} serves {model_type} already: with both installed, set {block}")
+    note(f"next: pip install -e {directory} && opake families show {model_type}")
 
 
 def _chosen(model_types: list[str], everything: bool, generic: bool) -> list[str]:
