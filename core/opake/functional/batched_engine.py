@@ -117,8 +117,9 @@ class UnreachedError(Exception):
 
 def build(target: Target) -> Engine:
     """The engine for a target that has no obstacle."""
-    model = target.model
+    model, watch = target.model, target.watch
     assert model is not None, "only a model has an obstacle-free batched engine"
+    assert watch is not None, "a model is always watched"
 
     def run(params: Mapping[str, torch.Tensor], rows: Rows) -> Chunk:
         from opake.lm_head import deferred_logits
@@ -130,7 +131,7 @@ def build(target: Target) -> Engine:
         batch = rows.leading()[1]
         labels = batch.pop("labels")
         # the backward runs inside too, because it recomputes what was checkpointed
-        with torch.enable_grad(), rematerialised(), in_place(model, wide, wide=True):
+        with torch.enable_grad(), rematerialised(), in_place(model, wide, watch.places(), wide=True):
             losses = losses_of(deferred_logits(model, **batch), labels)
             grads = torch.autograd.grad(losses.sum(), list(wide.values()), allow_unused=True)
         made = dict(zip(wide, grads, strict=True))

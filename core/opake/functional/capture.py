@@ -109,12 +109,31 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def key_of(model: torch.nn.Module, params: Mapping[str, torch.Tensor], rows: Rows, *rest: Hashable) -> Hashable:
-    """All that a captured step of this model depends on besides the contents of its inputs."""
+def key_of(params: Mapping[str, torch.Tensor], rows: Rows, model: Hashable) -> Hashable:
+    """All that a captured step depends on besides the contents of its inputs; `model` is its `model_key`."""
     shapes = tuple(_form(leaf) for leaf in rows.leaves)
     given = tuple((name, p.data_ptr(), p.dtype, p.shape) for name, p in params.items())
+    return (shapes, str(rows.spec), given, model, _settings())
+
+
+def model_key(model: torch.nn.Module) -> Hashable:
+    """Addresses and dtypes of a model's tensors, its modes, its adapters, its attention."""
     tensors = tuple((t.data_ptr(), t.dtype) for t in Places(model).tensors)
-    return (shapes, str(rows.spec), given, tensors, tuple(_modes(model)), _settings(), *rest)
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return _Hashed((tensors, tuple(_modes(model)), attention))
+
+
+class _Hashed:
+    """A long tuple that is hashed once, not at each look into a table."""
+
+    def __init__(self, held: tuple[Hashable, ...]) -> None:
+        self._held, self._hash = held, hash(held)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashed) and (self is other or self._held == other._held)
 
 
 def _form(leaf: Any) -> Hashable:

@@ -72,14 +72,20 @@ class ClippedSum:
 
     def reset(self) -> None:
         """Start again at zero, in the same memory."""
-        for total in self._sums.values():
-            total.zero_()
+        if self._sums:
+            torch._foreach_zero_(list(self._sums.values()))
 
     def result(self, *, keep: bool = False) -> dict[str, torch.Tensor]:
         """The sums in the dtypes of the parameters; `keep` leaves the running sums to this object."""
         sums = {name: self._total(name) for name in self._params}
         cast = {name: cast_toward_zero(total, self._params[name].dtype) for name, total in sums.items()}
-        return {name: c.clone() if keep and c is sums[name] else c for name, c in cast.items()}
+        same = [name for name, c in cast.items() if keep and c is sums[name]]
+        if same:
+            # one launch for hundreds of small tensors
+            copies = [torch.empty_like(sums[name]) for name in same]
+            torch._foreach_copy_(copies, [sums[name] for name in same])
+            cast.update(zip(same, copies, strict=True))
+        return cast
 
 
 def row_norms(grads: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -8,7 +8,7 @@ that learns the example axis widens the engine without a change here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -55,6 +55,7 @@ class Chooser:
         self._unreached: str | None = None
         self._basis: tuple | None = None
         self._choice: Choice | None = None
+        self._asked: tuple[Hashable, tuple[Hashable, ...]] | None = None
 
     def __call__(self, params: Mapping[str, torch.Tensor], rows: Rows) -> Choice:
         """The engine for this call; EngineUnavailable, with the reason, where `engine="batched"` cannot serve it."""
@@ -64,17 +65,23 @@ class Chooser:
         return self._choice
 
     def _rests_on(self, params: Mapping[str, torch.Tensor], rows: Rows) -> tuple:
-        model = self._target.model
-        if model is None:
-            return (None, None, None)
-        from opake.patching.state import row_independent
+        model, watch = self._target.model, self._target.watch
+        if model is None or watch is None:
+            return (None, None)
         from opake.patching.target import locate
 
         inner = locate(model).model
         given = tuple(leaf is None for leaf in rows.leaves)
-        proof = (batched_engine.adds_router_loss(inner), row_independent(inner), self._unreached)
-        named = (*params, rows.spec, given, *proof)
-        return (current_report(model), batched_engine.loss_of(inner), named)
+        proof = (batched_engine.loss_of(inner), *self._proof(inner, watch.token()), self._unreached)
+        return (current_report(model), (*params, rows.spec, given, *proof))
+
+    def _proof(self, inner: torch.nn.Module, token: Hashable) -> tuple[Hashable, ...]:
+        """What the model itself says, asked again when anything in it has changed."""
+        if self._asked is None or self._asked[0] is not token:
+            from opake.patching.state import row_independent
+
+            self._asked = (token, (batched_engine.adds_router_loss(inner), row_independent(inner)))
+        return self._asked[1]
 
     def _choose(self, params: Mapping[str, torch.Tensor], rows: Rows) -> Choice:
         if self._engine == "vmap":
@@ -110,5 +117,5 @@ class Chooser:
 
 
 def _same(before: tuple, now: tuple) -> bool:
-    """The same report and loss objects, and equal names."""
-    return before[0] is now[0] and before[1] is now[1] and before[2] == now[2]
+    """The same report object, and everything else equal."""
+    return before[0] is now[0] and before[1] == now[1]

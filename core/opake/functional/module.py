@@ -46,12 +46,15 @@ def make_functional(module: torch.nn.Module, *, partition_trainable: bool = Fals
 
 
 @contextlib.contextmanager
-def in_place(module: torch.nn.Module, params: Mapping[str, torch.Tensor], *, wide: bool = False) -> Iterator[None]:
+def in_place(
+    module: torch.nn.Module, params: Mapping[str, torch.Tensor], places: Places | None = None, *, wide: bool = False
+) -> Iterator[None]:
     """For the time of the block, `params` stand in the module, and what they leave out is detached.
 
+    places: those of the module where the caller knows them already.
     wide: the tensors carry a leading axis that the module's own parameters do not have.
     """
-    places = Places(module)
+    places = places or Places(module)
     given = _given(type(module).__name__, places, params, wide)
     rest = (p.detach() if p.requires_grad else p for p in places.tensors)
     with places.holding([given.get(i, own) for i, own in enumerate(rest)]):

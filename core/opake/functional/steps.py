@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opake.errors import EngineUnavailable
-from opake.functional.capture import Capturer, key_of
+from opake.functional.capture import Capturer, key_of, model_key
 from opake.functional.clipping import ClippedSum
 from opake.functional.engines import Choice
 from opake.functional.per_example import concatenated
@@ -40,6 +40,7 @@ class Steps:
         self._capture, self._has_aux = capture, has_aux
         self._capturer = Capturer()
         self._kept: dict[Hashable, ClippedSum] = {}
+        self._read: tuple[Hashable, tuple[Hashable, str | None]] | None = None
 
     def __call__(self, choice: Choice, params: Params, rows: Rows, real: torch.Tensor | None) -> Done:
         obstacle = self._obstacle(params)
@@ -66,7 +67,7 @@ class Steps:
         model = self._target.model
         if model is None:
             return None if self._capture is True else "the target is a function; capture=True captures it all the same"
-        return _replay_obstacle(model)
+        return self._model_key()[1]
 
     def _sums(self, params: Params) -> ClippedSum:
         """The running sums that graphs write into, at zero."""
@@ -109,8 +110,17 @@ class Steps:
         return _joined(outs, device)
 
     def _key(self, params: Params, rows: Rows) -> Hashable:
-        model = self._target.model
-        return key_of(nn.Module() if model is None else model, params, rows)
+        return key_of(params, rows, self._model_key()[0])
+
+    def _model_key(self) -> tuple[Hashable, str | None]:
+        """What a graph depends on in the model, and why it cannot be captured; read anew when the model has changed."""
+        model, watch = self._target.model, self._target.watch
+        if model is None or watch is None:
+            return None, None
+        token = watch.held()
+        if self._read is None or self._read[0] is not token:
+            self._read = (token, (model_key(model), _replay_obstacle(model)))
+        return self._read[1]
 
 
 def _done(grads: dict[str, torch.Tensor], found: Sequence[torch.Tensor], aux: Any, reason: str) -> Done:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opake.errors import InputError, OptionTypeError, PatchError
-from opake.functional.module import make_functional
+from opake.functional.module import in_place
 from opake.functional.nested import map_tensors, tensors_of
 from opake.functional.rows import Rows
+from opake.functional.watch import Watch
 
 if TYPE_CHECKING:
     from opake.patching.report import PatchReport
@@ -21,11 +22,15 @@ Params = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Target:
-    """`loss(params, args, kwargs) -> (scalar, aux)` of one row; `model` where the loss is a model's own, else None."""
+    """`loss(params, args, kwargs) -> (scalar, aux)` of one row; `model` where the loss is a model's own, else None.
+
+    `watch` looks at that model.
+    """
 
     loss: Callable[[Params, tuple, dict[str, Any]], tuple[torch.Tensor, Any]]
     model: torch.nn.Module | None
     name: str
+    watch: Watch | None = None
 
 
 def resolve(target: Any, has_aux: bool) -> Target:
@@ -42,7 +47,8 @@ def resolve(target: Any, has_aux: bool) -> Target:
                 "the target is compiled by torch.compile, which cannot see through vmap; pass the model itself"
             )
         require_patched(target)
-        return Target(_model_loss(target, has_aux), target, type(target).__name__)
+        watch = Watch(target)
+        return Target(_model_loss(target, watch, has_aux), target, type(target).__name__, watch)
     if not callable(target):
         given = f"{type(target).__name__} {target!r:.60}"
         raise OptionTypeError(f"the target is a function loss(params, *row) or a patched model, got {given}")
@@ -122,14 +128,13 @@ def _function_loss(fn: Callable, has_aux: bool) -> Callable:
     return loss
 
 
-def _model_loss(model: torch.nn.Module, has_aux: bool) -> Callable:
-    fmodel = make_functional(model)[0]
-
+def _model_loss(model: torch.nn.Module, watch: Watch, has_aux: bool) -> Callable:
     def loss(params: Params, args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         batch = {name: map_tensors(lambda t: t.unsqueeze(0), value) for name, value in kwargs.items()}
         if not has_aux and takes_loss_only(model):
             batch["loss_only"] = True
-        out = fmodel(params, **batch)
+        with in_place(model, params, watch.places()):
+            out = model(**batch)
         return _scalar(_own_loss(model, out, kwargs)).float(), _aux(out) if has_aux else ()
 
     return loss

@@ -1,0 +1,108 @@
+"""Has anything that hangs on a model changed since the last step? A few milliseconds for thousands of modules.
+
+Which engine may serve, where the parameters lie and what a captured graph depends on are read off the whole model, and
+reading takes longer than replaying a step. So one look compares, by identity alone, what every module, its tables, its
+hooks and its config hold with what they held before; only after a change is anything read anew. Arithmetic on the data
+of a tensor is no change, another tensor or another address is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+from opake.swap import Places
+
+
+class Watch:
+    """Looks at one model; `token()` is the same object for as long as nothing has changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._look: _Look | None = None
+
+    def token(self) -> Hashable:
+        if self._look is None or self._look.changed():
+            self._look = _Look(self._model)
+        return self._look.token
+
+    def held(self) -> Hashable:
+        """What `token()` said last, without looking: for the rest of a call in which no module has run."""
+        return self.token() if self._look is None else self._look.token
+
+    def places(self) -> Places:
+        """The places of the model's tensors, as of now."""
+        self.token()
+        assert self._look is not None
+        return self._look.places
+
+
+class _Look:
+    """What a model held at one moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.token = object()
+        self.places = Places(model)
+        self._addresses = [t.data_ptr() for t in self.places.tensors]
+        self._empty: list[Collection[Any]] = []
+        self._tables: list[dict] = []
+        self._lists: list[Collection[Any]] = []
+        self._modules = list(_modules(model))
+        self._kinds = list(map(type, self._modules))
+        self._forwards = [(kind, kind.forward) for kind in dict.fromkeys(self._kinds)]
+        for held in (*map(vars, self._modules), *_settings(self._modules)):
+            self._note(held)
+        self._sizes = self._count()
+        self._values = list(self._flat())
+
+    def _note(self, held: dict[str, Any]) -> None:
+        """A dictionary and, one level down, the containers in it."""
+        self._tables.append(held)
+        for value in held.values():
+            if isinstance(value, (dict, list, set)):
+                kind = self._empty if not value else self._tables if isinstance(value, dict) else self._lists
+                kind.append(value)  # pyright: ignore[reportArgumentType]
+
+    def _count(self) -> tuple[int, int]:
+        return sum(map(len, self._tables)), sum(map(len, self._lists))
+
+    def _flat(self) -> Iterator[Any]:
+        return chain(chain.from_iterable(map(dict.values, self._tables)), chain.from_iterable(self._lists))
+
+    def changed(self) -> bool:
+        # loops in C: there are tens of thousands of entries
+        return (
+            any(self._empty)
+            or self._count() != self._sizes
+            or not all(map(is_, self._flat(), self._values))
+            or not all(map(is_, map(type, self._modules), self._kinds))
+            or any(kind.forward is not forward for kind, forward in self._forwards)
+            or any(t.data_ptr() != address for t, address in zip(self.places.tensors, self._addresses, strict=True))
+        )
+
+
+def _settings(modules: Collection[nn.Module]) -> Iterator[dict[str, Any]]:
+    """What the configs of a model hold, those inside a config too."""
+    configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
+    for config in configs.values():
+        held = getattr(config, "__dict__", None)
+        if isinstance(held, dict):
+            yield held
+            inner = (getattr(below, "__dict__", None) for name, below in held.items() if name.endswith("_config"))
+            yield from (below for below in inner if isinstance(below, dict))
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module once; `Module.modules` takes ten times as long on a deep model."""
+    stack, seen = [model], {id(model)}
+    while stack:
+        module = stack.pop()
+        yield module
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)
