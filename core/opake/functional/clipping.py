@@ -73,7 +73,7 @@ class ClippedSum:
     def reset(self) -> None:
         """Start again at zero, in the same memory."""
         if self._sums:
-            torch._foreach_zero_(list(self._sums.values()))
+            torch._foreach_zero_(list(self._sums.values()))  # pyright: ignore[reportPrivateImportUsage]
 
     def result(self, *, keep: bool = False) -> dict[str, torch.Tensor]:
         """The sums in the dtypes of the parameters; `keep` leaves the running sums to this object."""
@@ -83,7 +83,8 @@ class ClippedSum:
         if same:
             # one launch for hundreds of small tensors
             copies = [torch.empty_like(sums[name]) for name in same]
-            torch._foreach_copy_(copies, [sums[name] for name in same])
+            kept = [sums[name] for name in same]
+            torch._foreach_copy_(copies, kept)  # pyright: ignore[reportPrivateImportUsage]
             cast.update(zip(same, copies, strict=True))
         return cast
 
