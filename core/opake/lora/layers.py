@@ -21,7 +21,10 @@ PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 
 class Projection(NamedTuple):
-    """y = x W^T + (x A) B * scaling + bias; A and B are None for a base projection. `adapter`: its name in PEFT."""
+    """y = x W^T + (x A) B * scaling + bias; A and B are None for a base projection.
+
+    `adapter`: its name, `parameters`: those of the adapter, below the module.
+    """
 
     W: torch.Tensor
     A: torch.Tensor | None
@@ -29,14 +32,21 @@ class Projection(NamedTuple):
     scaling: float
     bias: torch.Tensor | None
     adapter: str | None = None
+    parameters: tuple[str, ...] = ()
 
 
 @functools.cache
-def _classes() -> tuple[type, type, type]:
+def _classes() -> tuple[type, type]:
     from peft.tuners.lora.layer import Linear, LoraLayer
+
+    return Linear, LoraLayer
+
+
+@functools.cache
+def _conv1d() -> type:
     from transformers.pytorch_utils import Conv1D
 
-    return Linear, LoraLayer, Conv1D
+    return Conv1D
 
 
 def is_linear(module: object) -> bool:
@@ -47,6 +57,11 @@ def is_linear(module: object) -> bool:
 def is_lora(module: object) -> bool:
     """Whether this is any LoRA layer of PEFT."""
     return "peft.tuners.lora.layer" in sys.modules and isinstance(module, _classes()[1])
+
+
+def is_projection(module: object) -> bool:
+    """Whether this is a linear layer with LoRA that `read` can describe: PEFT's, or one of our own."""
+    return is_linear(module) or "_opake_projection" in vars(type(module))
 
 
 def is_parameter(module: object) -> bool:
@@ -60,6 +75,9 @@ def read(module: Any, x: torch.Tensor | None = None) -> Projection | str:
         found = _base(module, module)
     elif is_linear(module):
         found = _lora(module)
+    elif (own := vars(type(module)).get("_opake_projection")) is not None:
+        # of the class itself: a subclass computes something else
+        found = own(module)
     else:
         return f"it is a {type(module).__name__}"
     return found if x is None or isinstance(found, str) else _taking(found, module, x)
@@ -113,21 +131,32 @@ def _with_adapter(module: Any, base: Projection, name: str) -> Projection | str:
     A: Any = down._parameters["weight"]
     B: Any = up._parameters["weight"]
     extra = up._parameters["bias"]
-    if not _plain(A) or not _plain(B) or A.dim() not in (2, 3) or B.dim() not in (2, 3):
+    if not plain_matrix(A) or not plain_matrix(B):
         return "the adapter's weights are no plain matrices"
     scaling, bias = module.scaling[name], base.bias
     if extra is not None:
         bias = extra * scaling if bias is None else bias + extra * scaling
-    return Projection(base.W, A.mT, B.mT, scaling, bias, name)
+    names = (f"lora_A.{name}.weight", f"lora_B.{name}.weight", f"lora_B.{name}.bias")
+    return Projection(base.W, A.mT, B.mT, scaling, bias, name, names)
 
 
 def _base(layer: Any, module: nn.Module) -> Projection | str:
     """The base projection of `module`, which may be `layer` itself."""
-    transposed = type(layer) is not nn.Linear
-    if transposed and type(layer) is not _classes()[2]:
-        return f"the base layer is a {type(layer).__name__}"
-    if getattr(module, "fan_in_fan_out", False) != transposed:
+    found = base_projection(layer)
+    if isinstance(found, str):
+        return found
+    if getattr(module, "fan_in_fan_out", False) != (type(layer) is not nn.Linear):
         return "fan_in_fan_out contradicts the base layer"
+    if layer is not module and hooked(layer):
+        return "there is a hook on the base layer"
+    return found
+
+
+def base_projection(layer: Any, *kinds: type) -> Projection | str:
+    """The projection that a plain linear layer, or one of exactly these kinds, computes; its weights are frozen."""
+    transposed = type(layer) not in (kinds or (nn.Linear,))
+    if transposed and type(layer) is not _conv1d():
+        return f"the base layer is a {type(layer).__name__}"
     W: Any = layer._parameters["weight"]
     bias: Any = layer._parameters["bias"]
     if not _plain(W) or W.dim() != 2 or not (bias is None or _plain(bias)):
@@ -136,9 +165,12 @@ def _base(layer: Any, module: nn.Module) -> Projection | str:
         return "the base weight is trainable"
     if bias is not None and (bias.requires_grad or bias.dim() != 1):
         return "the base bias is trainable"
-    if layer is not module and hooked(layer):
-        return "there is a hook on the base layer"
     return Projection(W.mT if transposed else W, None, None, 1.0, bias)
+
+
+def plain_matrix(weight: Any) -> bool:
+    """Whether this is the weight of an adapter as the ops take it, an example axis included."""
+    return _plain(weight) and weight.dim() in (2, 3)
 
 
 def _plain(tensor: Any) -> bool:
@@ -162,5 +194,4 @@ def parameters_of(projection: Projection | str, prefix: str = "") -> frozenset[s
     """Names of the parameters, below the module, that the op takes with an example axis."""
     if isinstance(projection, str) or projection.adapter is None:
         return frozenset()
-    name = projection.adapter
-    return frozenset({f"{prefix}lora_A.{name}.weight", f"{prefix}lora_B.{name}.weight", f"{prefix}lora_B.{name}.bias"})
+    return frozenset(prefix + name for name in projection.parameters)

@@ -16,7 +16,7 @@ from opake.rows import gated_mlp
 from opake_kernels.activations import Activation
 from opake_kernels.lora import opake_lora_mlp
 
-from .layers import Projection, called_around, is_linear, parameters_of, read
+from .layers import Projection, called_around, is_projection, parameters_of, read
 
 if TYPE_CHECKING:
     from opake.records import FuseMLP
@@ -27,14 +27,14 @@ _KEY = "_opake_activation"
 
 def fits(record: FuseMLP, module: nn.Module) -> Skip | None:
     names = gated_mlp.projections(module)
-    if names is not None and not any(is_linear(module._modules[name]) for name in names):
+    if names is not None and not any(is_projection(module._modules[name]) for name in names):
         return Skip(f"no LoRA adapter on {', '.join(names)}")
     if (skip := gated_mlp.fits(record, module)) is not None:  # type: ignore[arg-type]
         return skip
     assert names is not None, "asked by gated_mlp.fits"
     for name in names:
         member = module._modules[name]
-        if not is_linear(member) and type(member) is not nn.Linear:
+        if not is_projection(member) and type(member) is not nn.Linear:
             return Skip(f"{name} is a {type(member).__name__}", "stock")
     return None if untouched(module, "forward") else Skip("its forward was replaced by somebody else")
 

@@ -20,7 +20,7 @@ from opake.patching.notes import note
 from opake.patching.undo import Skip, Undo, put
 from opake_kernels.lora import opake_lora_qkv
 
-from .layers import Projection, is_linear, parameters_of, read
+from .layers import Projection, is_projection, parameters_of, read
 
 if TYPE_CHECKING:
     from opake.records import FuseQKV
@@ -75,10 +75,10 @@ def fits(record: FuseQKV, module: nn.Module) -> Skip | None:
     missing = [name for name, member in members.items() if member is None]
     if missing:
         return Skip(f"{type(module).__name__} has no {', '.join(missing)}")
-    if not any(is_linear(member) for member in members.values()):
+    if not any(is_projection(member) for member in members.values()):
         return Skip(f"no LoRA adapter on {', '.join(NAMES)}")
     for name, member in members.items():
-        if not is_linear(member) and type(member) is not nn.Linear:
+        if not is_projection(member) and type(member) is not nn.Linear:
             return Skip(f"{name} is a {type(member).__name__}", "stock")
         if not untouched(member, "forward"):
             return Skip(f"the forward of {name} was replaced by somebody else")

@@ -13,18 +13,18 @@ from opake.patching.notes import note
 from opake.patching.undo import Skip, Undo
 from opake_kernels.lora import opake_lora_w
 
-from .layers import is_linear, is_lora, is_parameter, parameters_of, read
+from .layers import is_lora, is_parameter, is_projection, parameters_of, read
 
 
 def sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every LoRA layer but those of bare parameters; `fits` says which of them are projections."""
     for name, module in model.named_modules():
-        if is_lora(module) and not is_parameter(module):
+        if (is_lora(module) or is_projection(module)) and not is_parameter(module):
             yield name, module
 
 
 def fits(module: nn.Module) -> Skip | None:
-    if not is_linear(module):
+    if not is_projection(module):
         return Skip(f"lora.{type(module).__name__} keeps PEFT's forward", "stock")
     return None if untouched(module, "forward") else Skip("its forward was replaced by somebody else")
 

@@ -1,0 +1,75 @@
+"""`LoRALinear`: a linear layer plus its adapter, one fused product wherever that says the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from opake.errors import PatchError
+from opake_kernels.lora import opake_lora_w
+
+from .adapter import LinearAdapter
+from .layers import Projection, read
+from .outputs import read_output
+from .own import own_projection
+from .shapes import is_conv1d
+from .wrapper import AdapterWrapper
+
+
+class LoRALinear(AdapterWrapper):
+    """base(x) + adapter(x), in the form in which the base answers.
+
+    A tensor comes back as a tensor. (out, bias), ((out, normed), bias) and (out, bias, normed) come back as they are,
+    with the adapter's term in `out`; it is computed from `normed` where there is one. Extra arguments go to the base
+    and to the adapter alike.
+    """
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base weight itself while disabled, else the base weight plus the adapter's term, differentiable."""
+        base: Any = self.to_wrap.weight
+        if not self._adapter_enabled:
+            return base
+        delta = _delta_of(self.adapter)
+        delta = delta.mT if is_conv1d(self.to_wrap) else delta
+        if delta.shape != base.shape:
+            raise PatchError(
+                f"LoRA effective weight shape mismatch: {type(self.to_wrap).__name__}.weight has shape "
+                f"{tuple(base.shape)} and the adapter's term {tuple(delta.shape)}; read to_wrap.weight instead"
+            )
+        return base + delta.to(device=base.device, dtype=base.dtype)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias of the base, the object itself."""
+        bias: Any = getattr(self.to_wrap, "bias", None)
+        return bias
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and not torch.compiler.is_compiling():
+            found = read(self, x)
+            if isinstance(found, Projection) and found.adapter is not None:
+                return opake_lora_w(x, found.W, found.A, found.B, found.scaling, found.bias)
+        return self._separately(x, *args, **kwargs)
+
+    def _separately(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = self.to_wrap(x, *args, **kwargs)
+        if not self._adapter_enabled:
+            return result
+        base = read_output(result, self.to_wrap, x)
+        delta = self.adapter_forward(self.adapter, base.linear_input.contiguous(), *args, **kwargs)
+        return base.rebuild(base.output + delta.reshape(base.output.shape).to(base.output.dtype))
+
+    def _opake_projection(self) -> Projection | str:
+        return own_projection(self)
+
+
+def _delta_of(adapter: nn.Module) -> torch.Tensor:
+    if isinstance(adapter, LinearAdapter) or hasattr(adapter, "delta_weight"):
+        return adapter.delta_weight()  # type: ignore[operator]
+    raise PatchError(
+        f"{type(adapter).__name__} does not say what it adds to a weight: give it a method delta_weight(), "
+        "or read to_wrap.weight"
+    )

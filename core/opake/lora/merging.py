@@ -1,0 +1,47 @@
+"""Adding an adapter to the weight beside it, for good; and when that is not possible."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from opake.errors import PatchError
+
+from .gating import gating_module
+from .router import LoRATopKRouter
+from .shapes import is_conv1d
+from .wrapper import AdapterWrapper
+
+
+def require_mergeable(model: nn.Module, name: str, wrapper: AdapterWrapper) -> None:
+    """Raise PatchError unless the wrapper's weight is a plain one that no layer without an adapter uses."""
+    holder = _holder(wrapper)
+    weight: Any = holder._parameters.get("weight")
+    if weight is None or not weight.is_floating_point() or not hasattr(wrapper.adapter, "delta_weight"):
+        raise PatchError(
+            f"{name}: a {type(holder).__name__} cannot take a {type(wrapper.adapter).__name__} into its weight; keep it"
+        )
+    ours = {id(module) for module in (wrapper, wrapper.to_wrap, holder)}
+    for other, module in model.named_modules():
+        if id(module) not in ours and any(p is weight for p in module._parameters.values()):
+            raise PatchError(
+                f"{name}.weight is shared with {other}, which has no adapter; merging would change both. "
+                "Untie them first, or keep the adapter"
+            )
+
+
+@torch.no_grad()
+def merge_into(wrapper: AdapterWrapper) -> None:
+    """weight += the adapter's term, added in fp32 at least and rounded once."""
+    holder = _holder(wrapper)
+    weight: Any = holder._parameters["weight"]
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    delta = copy.deepcopy(wrapper.adapter).to(wide).delta_weight().to(weight.device)  # type: ignore[operator]
+    weight.copy_(weight.to(wide) + (delta.mT if is_conv1d(holder) else delta))
+
+
+def _holder(wrapper: AdapterWrapper) -> nn.Module:
+    return gating_module(wrapper.to_wrap)[1] if isinstance(wrapper, LoRATopKRouter) else wrapper.to_wrap

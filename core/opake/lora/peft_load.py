@@ -1,0 +1,161 @@
+"""A PEFT checkpoint read onto a bare model: which layers it adapts, with what, and what of it our layers cannot do."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from opake.errors import InputError
+
+from .adapter import LinearAdapter
+from .canonical import CanonicalAdapter
+from .driver import _require_bare, install
+from .plan import Choices, Step, make_plan
+
+Model = TypeVar("Model", bound=nn.Module)
+WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+# ranks of the parts of combined layers, which PEFT has no word for, in the metadata of the weights
+CANONICAL = "opake_canonical"
+Ranks = dict[str, dict[str, int]]
+KEY = re.compile(r"(?P<name>.+)\.lora_(?P<kind>[AB])(?:\.[^.]+)?\.weight")
+# settings that change what a layer computes, with the value that changes nothing
+PLAIN = {"use_dora": False, "lora_bias": False, "use_bdlora": None, "alora_invocation_tokens": None}
+PLAIN |= {"arrow_config": None, "kasa_config": None, "velora_config": None, "monteclora_config": None}
+PLAIN |= {"modules_to_save": None, "trainable_token_indices": None, "layer_replication": None, "use_qalora": False}
+
+
+def load_peft_adapter(
+    model: Model, directory: str | Path, *, canonical: bool = False, dropout: float | None = None
+) -> Model:
+    """Put the adapters of a PEFT checkpoint on a bare model as layers of ours; returns the same model.
+
+    canonical: a combined layer gets an adapter for each part, as with `apply_lora`
+    dropout: another probability than the checkpoint's
+
+    Adapters keep the dtype of the file. The model is frozen but for them.
+
+    Raises:
+        InputError: no checkpoint there, one that is not plain LoRA (DoRA, biases, embeddings, stacked experts, saved
+            modules, ...), names or shapes that the model does not have.
+        UnsupportedModel: as of `apply_lora`. Nothing is changed then.
+    """
+    _require_bare(model)
+    config, tensors, ranks = _read(Path(directory))
+    _require_plain(config, tensors)
+    pairs = _pairs(tensors)
+    steps = []
+    for name, (A, B) in pairs.items():
+        _require_shape(model, name, A, B)
+        rest = {
+            "dropout": config.get("lora_dropout", 0.0) if dropout is None else dropout,
+            "dropout_position": "pre",
+            "lora_A_init_method": "xavier",
+            "lora_dtype": A.dtype,
+        }
+        steps.append(_step(model, name, _scale(config, name, A.shape[0]), A, rest, ranks.get(name), canonical))
+    placed = install(model, steps)
+    with torch.no_grad():
+        for (name, (A, B)), wrapper in zip(pairs.items(), placed.values(), strict=True):
+            _fill(wrapper.adapter, A, B, ranks.get(name))
+    return model
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], Ranks]:
+    """(config, tensors, ranks of the parts of combined layers, if we wrote them)."""
+    for file in (folder / CONFIG, folder / WEIGHTS):
+        if not file.is_file():
+            raise InputError(f"{folder} is no PEFT checkpoint with safetensors: there is no {file.name}")
+    from safetensors import safe_open
+
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        ranks = json.loads((file.metadata() or {}).get(CANONICAL, "{}"))
+    return json.loads((folder / CONFIG).read_text(encoding="utf-8")), tensors, ranks
+
+
+def _require_plain(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    kind = str(config.get("peft_type"))
+    if kind.rpartition(".")[2] != "LORA":
+        raise InputError(f"the checkpoint is of peft_type {kind!r}, and the layers of opake.lora are plain LoRA")
+    odd = [f"{key}={config[key]!r}" for key, plain in PLAIN.items() if config.get(key) not in (plain, False, None, [])]
+    if config.get("bias", "none") != "none":
+        odd.append(f"bias={config['bias']!r}")
+    if odd:
+        raise InputError(f"the checkpoint has {', '.join(odd)}, which the layers of opake.lora do not have; use PEFT")
+    strange = [key for key in tensors if not key.startswith(PREFIX) or not KEY.fullmatch(key)]
+    if strange:
+        raise InputError(f"the checkpoint holds more than plain LoRA weights: {', '.join(strange[:3])}; use PEFT")
+
+
+def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = KEY.fullmatch(key.removeprefix(PREFIX))
+        assert match is not None, "checked by _require_plain"
+        found.setdefault(match["name"], {})[match["kind"]] = tensor
+    lone = [name for name, pair in found.items() if len(pair) != 2]
+    if lone or not found:
+        raise InputError(f"the checkpoint has one of lora_A and lora_B alone, or neither: {', '.join(lone) or 'empty'}")
+    return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
+
+
+def _require_shape(model: nn.Module, name: str, A: torch.Tensor, B: torch.Tensor) -> None:
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        raise InputError(
+            f"{type(model).__name__} has no {name}, which the checkpoint adapts; is it of another model, or are these "
+            "stacked experts? PEFT has those"
+        ) from None
+    if A.dim() != 2 or B.dim() != 2 or A.shape[0] != B.shape[1]:
+        raise InputError(f"{name}: lora_A has shape {tuple(A.shape)} and lora_B {tuple(B.shape)}")
+
+
+def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
+    alpha = config["lora_alpha"]
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            alpha = value
+            break
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _step(
+    model: nn.Module,
+    name: str,
+    scale: float,
+    A: torch.Tensor,
+    rest: Mapping[str, Any],
+    ranks: Mapping[str, int] | None,
+    canonical: bool,
+) -> Step:
+    """The plan of one layer; the parts of a combined one have the ranks they were saved with, or the whole rank."""
+    rank, owner = A.shape[0], name.rpartition(".")[0]
+    own = {f"{owner}.{part}": each for part, each in (ranks or {}).items()} if canonical else {}
+    targets = [re.compile(re.escape(each)) for each in own or [name]]
+    choices = Choices(rank, scale * rank, own, {each: scale * r for each, r in own.items()}, rest)
+    (step,) = make_plan(model, targets, [], choices, canonical)
+    return step
+
+
+def _fill(adapter: nn.Module, A: torch.Tensor, B: torch.Tensor, ranks: Mapping[str, int] | None) -> None:
+    """Copy the factors; each part of a combined layer takes its rows of B and its columns, all where none are known."""
+    if isinstance(adapter, LinearAdapter):
+        adapter.linear_in.weight.copy_(A)
+        adapter.linear_out.weight.copy_(B)
+        return
+    assert isinstance(adapter, CanonicalAdapter), "made by apply_lora's plan"
+    row = column = 0
+    for part, rows in adapter.parts.items():
+        rank = A.shape[0] if ranks is None else ranks.get(part, 0)
+        columns = slice(None) if ranks is None else slice(column, column + rank)
+        if part in adapter._modules:
+            _fill(adapter.get_submodule(part), A[columns], B[row : row + rows, columns], None)
+        row, column = row + rows, column + rank

@@ -1,0 +1,183 @@
+"""What `apply_lora` will do to a model: every layer that gets an adapter, and of which kind. Nothing changes here.
+
+Combined layers count as the separate ones that they hold when `canonical` is asked for: a target may name the layer, or
+a part by the name that it would have alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from opake.errors import InputError
+
+from .adapter import LinearAdapter, check_choices
+from .canonical import COMBINED, CanonicalAdapter, Parts, parts_of
+from .gating import gating_module
+from .linear import LoRALinear
+from .router import LoRATopKRouter
+from .shapes import is_conv1d, shape_of
+from .targets import ALL_LINEAR, Target, candidates, is_router_name, lookup, matches, select
+from .wrapper import AdapterWrapper
+
+# a subclass of nn.Linear with a forward of its own is linear still where these write it
+QUANTISED = ("bitsandbytes", "torchao", "transformers.integrations", "torch.ao", "torch.nn")
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The arguments of an adapter, with the exceptions that patterns make for single layers."""
+
+    dim: int
+    alpha: float
+    dim_pattern: Mapping[str, int] | None
+    alpha_pattern: Mapping[str, float] | None
+    rest: Mapping[str, Any]
+
+    def of(self, name: str, dtype: torch.dtype) -> dict[str, Any]:
+        """Checked keyword arguments of the adapter of the layer `name`, whose weight has this dtype."""
+        dim, alpha = lookup(name, self.dim_pattern, self.dim), lookup(name, self.alpha_pattern, self.alpha)
+        rest = dict(self.rest)
+        check_choices(
+            dim,
+            alpha,
+            rest["dropout"],
+            rest["dropout_position"],
+            rest["lora_A_init_method"],
+            rest["lora_dtype"] or dtype,
+        )
+        return {"dim": dim, "alpha": alpha, **rest}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One layer of the plan; `parts` and `adapted` are set for a combined layer with canonical adapters."""
+
+    name: str
+    module: nn.Module
+    kind: type[AdapterWrapper]
+    choices: Mapping[str, dict[str, Any]]
+    parts: Parts | None = None
+
+    def build(self) -> AdapterWrapper:
+        """The wrapper with its new adapter; the model does not know it yet."""
+        if self.parts is None:
+            return self.kind(self.module, LinearAdapter(self._holder(), **self.choices[""]))
+        shape = shape_of(self.module)
+        made = {
+            part: LinearAdapter.for_shape(
+                shape.in_features, self.parts[part], **choices, device=shape.device, base_dtype=shape.dtype
+            )
+            for part, choices in self.choices.items()
+        }
+        return self.kind(self.module, CanonicalAdapter(self.module, self.parts, made))
+
+    def _holder(self) -> nn.Module:
+        return gating_module(self.module)[1] if self.kind is LoRATopKRouter else self.module
+
+
+def make_plan(
+    model: nn.Module, targets: Sequence[Target], exclude: Sequence[Target], choices: Choices, canonical: bool
+) -> list[Step]:
+    """The steps for every layer that is named.
+
+    Raises:
+        InputError: a target that names nothing, a layer that cannot take an adapter or has one, a choice that does not
+            exist.
+    """
+    combined = _combined(model) if canonical else {}
+    found = _parts_named(combined, targets, exclude)
+    served = [target for target in targets if any(_hits(target, name, parts) for name, parts in combined.items())]
+    steps = [_split_step(model, name, combined[name], parts, choices) for name, parts in found.items()]
+    named = select(model, targets, exclude, served)
+    return steps + [_step(name, module, choices, canonical) for name, module in named.items() if name not in combined]
+
+
+def kind_of(name: str, module: nn.Module) -> type[AdapterWrapper]:
+    """The wrapper class that fits a module; InputError where none does."""
+    if isinstance(module, AdapterWrapper):
+        raise InputError(f"{name} has an adapter already; take it off with opake.lora.remove_lora(model) first")
+    if isinstance(module, nn.Embedding):
+        raise InputError(
+            f"{name} is an embedding; the layers of opake.lora go on linear layers and routers, PEFT has it"
+        )
+    own_forward = type(module).forward is not nn.Linear.forward
+    if is_router_name(name) and _routes(module):
+        return LoRATopKRouter
+    if is_conv1d(module) or (isinstance(module, nn.Linear) and not own_forward):
+        return LoRALinear
+    if isinstance(module, nn.Linear) and type(module).__module__.startswith(QUANTISED):
+        return LoRALinear
+    if _routes(module) and type(module).__name__.endswith(("Router", "Gate", "Gating")):
+        return LoRATopKRouter
+    raise InputError(
+        f"{name} is a {type(module).__name__}, which is neither a linear layer nor a router; name layers inside it, "
+        "or leave it out with exclude"
+    )
+
+
+def _routes(module: nn.Module) -> bool:
+    try:
+        gating_module(module)
+    except InputError:
+        return False
+    return True
+
+
+def _step(name: str, module: nn.Module, choices: Choices, canonical: bool) -> Step:
+    if canonical and name.rpartition(".")[2] in COMBINED:
+        raise InputError(
+            f"canonical=True: how {name} lays its projections out is not known, so it cannot have an adapter for each; "
+            "leave it out with exclude, or pass canonical=False for one adapter over all"
+        )
+    kind = kind_of(name, module)
+    holder = gating_module(module)[1] if kind is LoRATopKRouter else module
+    return Step(name, module, kind, {"": choices.of(name, shape_of(holder).dtype)})
+
+
+def _split_step(model: nn.Module, name: str, parts: Parts, adapted: list[str], choices: Choices) -> Step:
+    module = model.get_submodule(name)
+    kind, dtype = kind_of(name, module), shape_of(module).dtype
+    prefix = name.rpartition(".")[0]
+    return Step(name, module, kind, {p: choices.of(f"{prefix}.{p}", dtype) for p in adapted}, parts)
+
+
+def _combined(model: nn.Module) -> dict[str, Parts]:
+    """The parts of every combined layer whose layout is known."""
+    found = {}
+    for name, module in candidates(model):
+        owner, _, last = name.rpartition(".")
+        if last in COMBINED and not isinstance(module, AdapterWrapper):
+            parts = parts_of(model.get_submodule(owner), last, module)
+            if parts is not None:
+                found[name] = parts
+    return found
+
+
+def _parts_named(
+    combined: Mapping[str, Parts], targets: Sequence[Target], exclude: Sequence[Target]
+) -> dict[str, list[str]]:
+    found = {}
+    for name, parts in combined.items():
+        adapted = [p for p in parts if _any(targets, name, p) and not _any(exclude, name, p)]
+        if adapted:
+            found[name] = adapted
+    return found
+
+
+def _any(targets: Sequence[Target], name: str, part: str) -> bool:
+    return any(_names_part(target, name, part) for target in targets)
+
+
+def _names_part(target: Target, name: str, part: str) -> bool:
+    alone = f"{name.rpartition('.')[0]}.{part}"
+    return target == ALL_LINEAR or matches(name, target) or matches(alone, target)
+
+
+def _hits(target: Target, name: str, parts: Parts) -> bool:
+    """Whether the target is about a part of this combined layer."""
+    return any(_names_part(target, name, part) for part in parts)

@@ -1,0 +1,115 @@
+"""Which layers a pattern names: exact names, name endings, wildcards, regular expressions, or every linear layer.
+
+Only names and classes are looked at; what is put on a layer is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from torch import nn
+
+from opake.errors import InputError
+
+from .shapes import is_conv1d
+from .wrapper import AdapterWrapper
+
+Target = str | re.Pattern[str]
+Value = TypeVar("Value")
+ALL_LINEAR = "all-linear"
+WILD = re.compile(r"[*?\[]")
+ROUTERS = ("gate", "router")
+
+
+def matches(name: str, target: Target) -> bool:
+    """Whether `target` names the module `name`.
+
+    A string is the whole name or its ending after a dot; with `*`, `?` or `[` it is a wildcard for either. A compiled
+    pattern must match the whole name.
+    """
+    if isinstance(target, re.Pattern):
+        return target.fullmatch(name) is not None
+    if WILD.search(target):
+        return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
+    return name == target or name.endswith(f".{target}")
+
+
+def lookup(name: str, patterns: Mapping[str, Value] | None, default: Value) -> Value:
+    """The value of the first pattern that names the module, else `default`."""
+    return next((value for target, value in (patterns or {}).items() if matches(name, target)), default)
+
+
+def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of everything that may get an adapter or has one; nothing inside an adapter's wrapper."""
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name.startswith(inside) and inside:
+            continue
+        if isinstance(module, AdapterWrapper):
+            inside = (*inside, f"{name}.")
+        if name:
+            yield name, module
+
+
+def select(
+    model: nn.Module, targets: Sequence[Target], exclude: Sequence[Target], served: Sequence[Target] = ()
+) -> dict[str, nn.Module]:
+    """The modules that the targets name and no exclusion does.
+
+    Raises:
+        InputError: a target that names nothing, unless it is `served` otherwise, with the nearest names.
+    """
+    known = dict(candidates(model))
+    found: dict[str, nn.Module] = {}
+    for target in targets:
+        named = {name: module for name, module in known.items() if _named(name, module, target, model)}
+        if not named and target not in served:
+            raise InputError(f"no module of {type(model).__name__} is named by {_shown(target)}{_hint(target, known)}")
+        found |= {name: m for name, m in named.items() if not any(matches(name, each) for each in exclude)}
+    if not found and not served:
+        raise InputError(f"every module that {', '.join(map(_shown, targets))} name is excluded")
+    return found
+
+
+def as_targets(value: Any, what: str) -> list[Target]:
+    """One target or several as a list; InputError for anything else."""
+    several = [value] if isinstance(value, str | re.Pattern) else value
+    if isinstance(several, Sequence | set | frozenset) and all(isinstance(each, str | re.Pattern) for each in several):
+        return list(several)
+    raise InputError(f"{what}={value!r:.80}: it takes names, wildcards or compiled patterns, one or a list of them")
+
+
+def is_router_name(name: str) -> bool:
+    """Whether a module of this name routes tokens to experts."""
+    return name.rpartition(".")[2] in ROUTERS
+
+
+def _named(name: str, module: nn.Module, target: Target, model: nn.Module) -> bool:
+    if target != ALL_LINEAR:
+        return matches(name, target)
+    head = _head_of(model)
+    plain = type(module) is nn.Linear or is_conv1d(module)
+    return plain and not is_router_name(name) and module is not head
+
+
+def _head_of(model: nn.Module) -> nn.Module | None:
+    probe: Callable[[], Any] | None = getattr(model, "get_output_embeddings", None)
+    return probe() if callable(probe) else None
+
+
+def _shown(target: Target) -> str:
+    return repr(target.pattern) if isinstance(target, re.Pattern) else repr(target)
+
+
+def _hint(target: Target, known: Mapping[str, nn.Module]) -> str:
+    endings = {name.rpartition(".")[2] for name in known}
+    text = target.pattern if isinstance(target, re.Pattern) else target
+    near = difflib.get_close_matches(text.rpartition(".")[2], endings, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    linear = sorted({n.rpartition(".")[2] for n, m in known.items() if isinstance(m, nn.Linear) or is_conv1d(m)})
+    return f"; its linear layers end in {', '.join(linear)}"
