@@ -14,7 +14,7 @@ from .checks import check_float, check_same_device, check_shape
 from .fold import ROWS, SHARED, function_pair
 from .launch import uses_triton
 from .rms_launch import rms_backward, rms_forward
-from .rms_norm import Cast, check_norm, rms_norm_reference, rounds_first
+from .rms_norm import Cast, check_norm, norm_dtype, rms_norm_reference, rounds_first
 
 __all__ = ["fused_add_rms_norm_reference", "opake_fused_add_rms_norm"]
 
@@ -47,6 +47,11 @@ def _backward(grads, saved, need, groups, eps, offset, round_first, dtypes):
     return [None if dx is None else dx.to(dtype) for dtype in dtypes] + [dw]
 
 
+def _outline(x, residual, weight, groups, eps, offset, round_first, dtypes):
+    total = torch.promote_types(*dtypes)
+    return [(x.shape, norm_dtype(total, weight, round_first)), (x.shape, total), (x.shape[:-1], torch.float32)]
+
+
 _PAIR = function_pair(
     "opake_fused_add_rms_norm",
     forward=lambda x, residual, weight, groups, eps, offset, round_first, dtypes: rms_forward(
@@ -58,6 +63,7 @@ _PAIR = function_pair(
     save_outputs=(1, 2),
     outputs=2,
     stats=1,
+    outline=_outline,
 )
 
 

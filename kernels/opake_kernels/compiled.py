@@ -1,7 +1,7 @@
-"""What `torch.compile` does with an op: it leaves the graph, runs the op eagerly and goes on with a new graph.
+"""What `torch.compile` does with an op inside a transform: it leaves the graph and runs the op eagerly.
 
-Imported at trace time only: `import opake_kernels` does not pay for the compiler. A kernel of ours is one launch
-already; what a graph break costs is the fusion of its neighbours. Leaves out `fullgraph=True`, which cannot be served.
+Outside transforms an op is a node of the graph (opaque.py). Imported at trace time only: `import opake_kernels` does not
+pay for the compiler. Leaves out `fullgraph=True` around transforms, which cannot be served.
 """
 
 from __future__ import annotations

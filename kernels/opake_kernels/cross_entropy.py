@@ -131,6 +131,15 @@ def _backward(grads: Any, saved: Any, need: Any, groups: int, settings: CrossEnt
     return [d, None]
 
 
+def _outline_tokens(labels: torch.Tensor) -> list[Any]:
+    return [(labels.shape, torch.float32), ((*labels.shape, 2), torch.float32)]
+
+
+def _outline_reduced(logits: torch.Tensor, labels: torch.Tensor, groups: int, settings: CrossEntropySettings) -> Any:
+    lead = logits.shape[:groups]
+    return [(lead, torch.float32), _outline_tokens(labels)[1], (lead, torch.float32)]
+
+
 _token_losses = function_pair(
     "opake_cross_entropy_tokens",
     forward=_forward_tokens,
@@ -139,6 +148,7 @@ _token_losses = function_pair(
     save_inputs=(0, 1),
     save_outputs=(1,),
     stats=1,
+    outline=lambda logits, labels, groups, settings: _outline_tokens(labels),
 )
 _reduced_loss = function_pair(
     "opake_cross_entropy_loss",
@@ -148,6 +158,7 @@ _reduced_loss = function_pair(
     save_inputs=(0, 1),
     save_outputs=(1, 2),
     stats=2,
+    outline=_outline_reduced,
 )
 
 

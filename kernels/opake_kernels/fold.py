@@ -29,6 +29,7 @@ import torch
 from torch.autograd import Function
 
 from .dispatch import alive, eagerly, short_apply, transforms_active, values_readable
+from .opaque import Outline, opaque
 
 __all__ = [
     "ROWS",
@@ -108,6 +109,7 @@ def function_pair(
     stats: int = 0,
     materialize: bool = False,
     save_for: Mapping[int, Sequence[int]] | None = None,
+    outline: Outline | None = None,
 ) -> Callable[..., Any]:
     """The callable op `pair(*tensors, groups, *settings)` over two autograd Functions (protocol: module docstring).
 
@@ -115,12 +117,18 @@ def function_pair(
     first. `stats`: outputs after them that are not differentiable (lse, rstd): they must be outputs to be saved across
     transform levels. `materialize`: missing gradients arrive as zeros instead of None, for a backward that saves
     nothing from which their shape would follow. `save_for`: a saved input that is kept only if one of these inputs
-    needs a gradient; else `saved` has None in its place.
+    needs a gradient; else `saved` has None in its place. `outline`: shape and dtype of each result of forward for the
+    same arguments, by which the op stays inside the graphs of `torch.compile` (opaque.py).
     """
     n_in = len(roles)
     saved_roles = [*[ROWS] * outputs, *[roles[i] for i in save_inputs], *[ROWS] * len(save_outputs)]
     n_back = len(saved_roles)
+    users = save_for or {}
     unsupported = f"{name}: {{}} is not supported; use the op's plain twin for it"
+
+    def save(inputs: Sequence[Any], out: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[torch.Tensor | None]:
+        kept = [inputs[i] if i not in users or any(needs[j] for j in users[i]) else None for i in save_inputs]
+        return [*kept, *[out[i] for i in save_outputs]]
 
     class Backward(Function):
         @staticmethod
@@ -160,9 +168,7 @@ def function_pair(
             if stats:
                 ctx.mark_non_differentiable(*out[outputs:])
             ctx.set_materialize_grads(materialize)
-            needs, users = ctx.needs_input_grad, save_for or {}
-            kept = [inputs[i] if i not in users or any(needs[j] for j in users[i]) else None for i in save_inputs]
-            ctx.save_for_backward(*kept, *[out[i] for i in save_outputs])
+            ctx.save_for_backward(*save(inputs, out, ctx.needs_input_grad))
             ctx.settings = inputs[n_in:]
             ctx.shapes = [
                 t.shape if role is SHARED and t is not None else None for t, role in zip(inputs, roles, strict=False)
@@ -204,7 +210,11 @@ def function_pair(
     Backward.__name__ = Backward.__qualname__ = f"{name}_backward"
     apply_forward, apply_backward = short_apply(Forward), short_apply(Backward)
 
+    compiled = opaque(name, forward, backward, outline, n_in, outputs, save) if outline else None
+
     def pair(*args: Any) -> Any:
+        if compiled is not None and torch.compiler.is_compiling() and not transforms_active():
+            return compiled(*args)
         return eagerly(apply_forward, *args)
 
     return pair

@@ -74,7 +74,12 @@ def _combined_backward(grads: Any, saved: Any, need: Any, groups: int, act: Acti
 
 
 _gated = function_pair(
-    "opake_gated_activation", forward=_forward, backward=_backward, roles=(ROWS, ROWS), save_inputs=(0, 1)
+    "opake_gated_activation",
+    forward=_forward,
+    backward=_backward,
+    roles=(ROWS, ROWS),
+    save_inputs=(0, 1),
+    outline=lambda gate, up, groups, act: [(gate.shape, gate.dtype)],
 )
 _gated_combined = function_pair(
     "opake_gated_activation_combined",
@@ -82,6 +87,7 @@ _gated_combined = function_pair(
     backward=_combined_backward,
     roles=(ROWS,),
     save_inputs=(0,),
+    outline=lambda x, groups, act, paired: [((*x.shape[:-1], x.shape[-1] // 2), x.dtype)],
 )
 
 

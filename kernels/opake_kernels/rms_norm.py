@@ -16,7 +16,7 @@ from .fold import ROWS, SHARED, function_pair
 from .launch import uses_triton
 from .rms_launch import rms_backward, rms_forward
 
-__all__ = ["check_norm", "opake_rms_norm", "rms_norm_reference", "rounds_first"]
+__all__ = ["check_norm", "norm_dtype", "opake_rms_norm", "rms_norm_reference", "rounds_first"]
 
 Cast = Literal["before", "after"]
 
@@ -80,6 +80,15 @@ def _backward(grads, saved, need, groups, eps, offset, round_first):
     return rms_backward(grads[0], x, weight, rstd, None, need[0], need[1], groups, offset)
 
 
+def norm_dtype(total: torch.dtype, weight: torch.Tensor | None, round_first: bool) -> torch.dtype:
+    """The dtype of a normalised row."""
+    return total if weight is None or not round_first else torch.promote_types(total, weight.dtype)
+
+
+def _outline(x, weight, groups, eps, offset, round_first):
+    return [(x.shape, norm_dtype(x.dtype, weight, round_first)), (x.shape[:-1], torch.float32)]
+
+
 _PAIR = function_pair(
     "opake_rms_norm",
     forward=_forward,
@@ -88,6 +97,7 @@ _PAIR = function_pair(
     save_inputs=(0, 1),
     save_outputs=(1,),
     stats=1,
+    outline=_outline,
 )
 
 

@@ -92,6 +92,7 @@ _PAIR_QK = function_pair(
     save_inputs=(2, 3),
     outputs=2,
     materialize=True,
+    outline=lambda q, k, cos, sin, groups, layout: [(q.shape, q.dtype), (k.shape, k.dtype)],
 )
 _PAIR_ONE = function_pair(
     "opake_rope",
@@ -99,6 +100,7 @@ _PAIR_ONE = function_pair(
     backward=_backward_one,
     roles=(ROWS, SHARED, SHARED),
     save_inputs=(1, 2),
+    outline=lambda x, cos, sin, groups, layout: [(x.shape, x.dtype)],
 )
 
 

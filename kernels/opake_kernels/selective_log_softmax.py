@@ -127,6 +127,10 @@ _pair = function_pair(
     save_inputs=(0, 1),
     save_outputs=(1,),
     stats=1,
+    outline=lambda logits, indices, groups, dtype: [
+        (indices.shape, dtype),
+        ((*logits.shape[:-1], 2), torch.float32),
+    ],
 )
 
 

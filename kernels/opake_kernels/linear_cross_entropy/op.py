@@ -28,7 +28,7 @@ from opake_kernels.launch import DEBUG, uses_triton
 
 from .chunked import DEFAULT_WIDTH
 from .grouped import by_tokens, run
-from .passes import Gradients, Need, Plan
+from .passes import Gradients, Need, Plan, accumulator_dtype
 from .tracked import tracked
 
 __all__ = ["linear_cross_entropy_reference", "opake_linear_cross_entropy_loss"]
@@ -111,6 +111,22 @@ def _backward_lazy(grads: Any, saved: Any, need: Any, groups: int, plan: Plan) -
     return [dx, *[None if d is None else d.to(hidden.dtype) for d in found[3:]], None]
 
 
+def _outline_eager(hidden: Any, weight: Any, bias: Any, labels: Any, _anchor: Any, groups: int, plan: Plan) -> Any:
+    wide, lead = accumulator_dtype(hidden.dtype), hidden.shape[:groups]
+    sizes = (hidden.shape, weight.shape, weight.shape[:-1])
+    dtypes = (hidden.dtype, wide, wide) if groups == 0 else (hidden.dtype,) * 3
+    kept = [(*lead, 0) if not asked else size for size, asked in zip(sizes, plan.eager, strict=True)]
+    kept_dtypes = [hidden.dtype if not asked else d for d, asked in zip(dtypes, plan.eager, strict=True)]
+    loss = labels.shape if plan.loss.reduction == "none" else lead
+    return [(loss, wide), (lead, wide), *zip(kept, kept_dtypes, strict=True)]
+
+
+def _outline_lazy(hidden: Any, weight: Any, bias: Any, labels: Any, groups: int, plan: Plan) -> Any:
+    frozen = Plan(plan.loss, plan.width, Need(plan.eager.hidden))
+    loss, factor, dx, *_ = _outline_eager(hidden, weight, bias, labels, None, groups, frozen)
+    return [loss, factor, dx, (labels.shape, loss[1])]
+
+
 _ROLES = (ROWS, SHARED, SHARED, ROWS)
 # stored gradients know nothing of what they came from: saving weight, bias and an anchor in the graph of the hidden
 # states, which holds no data, lets a double backward be noticed, and refused
@@ -122,15 +138,17 @@ _eager_loss = function_pair(
     save_inputs=(1, 2, 4),
     save_outputs=(1, 2, 3, 4),
     stats=4,
+    outline=_outline_eager,
 )
 _lazy_loss = function_pair(
-    _OP,
+    f"{_OP}_lazy",
     forward=_forward_lazy,
     backward=_backward_lazy,
     roles=_ROLES,
     save_inputs=(0, 1, 2, 3),
     save_outputs=(1, 2, 3),
     stats=3,
+    outline=_outline_lazy,
 )
 
 

@@ -19,6 +19,9 @@ def tracked(tensor: torch.Tensor | None) -> bool:
     """False only if no gradient of `tensor` can be asked for; None has none."""
     if tensor is None or not torch.is_grad_enabled():
         return False
+    if torch.compiler.is_compiling():
+        # the compiler knows no wrappers
+        return tensor.requires_grad
     if _is_wrapped is None or _unwrapped is None:
         return True
     # each wrapper knows its own level alone
