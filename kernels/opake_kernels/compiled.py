@@ -1,7 +1,7 @@
 """What `torch.compile` does with an op inside a transform: it leaves the graph and runs the op eagerly.
 
-Outside transforms an op is a node of the graph (opaque.py). Imported at trace time only: `import opake_kernels` does not
-pay for the compiler. Leaves out `fullgraph=True` around transforms, which cannot be served.
+Outside transforms an op is a node of the graph (opaque.py). Imported at trace time only: `import opake_kernels` does
+not pay for the compiler. Leaves out `fullgraph=True` around transforms, which cannot be served.
 """
 
 from __future__ import annotations
