@@ -94,7 +94,9 @@ def test_sizes(sizes: dict, device, check_op) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"causal": True}, {"causal": True, "window": 7}, {"mask": padded("left")}], ids=str
+    "options",
+    [{"causal": True}, {"causal": True, "window": 7}, {"mask": padded("left", 4)}],
+    ids=("causal", "window", "left"),
 )
 def test_sinks(options: dict, device, check_op) -> None:
     on = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}

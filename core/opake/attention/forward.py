@@ -1,6 +1,6 @@
 """The attention function behind `AttentionInterface`: stock SDPA outside transforms, folded attention inside.
 
-Outside transforms a patched model computes what it computed before, bit for bit. What no fused backend serves exactly
+Outside transforms a patched model computes what it computed before, bit for bit. What no fused kernel serves exactly
 takes the mathematical path, and the module notes why.
 """
 
@@ -14,11 +14,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from opake.patching.notes import note
 from opake.transforms import inside_transform
-from opake_kernels.attention.backends import choose
-from opake_kernels.attention.folded import folded_attention
-from opake_kernels.attention.math import allowed, attention_reference
-from opake_kernels.attention.op import joined, reason_for_math
+from opake_kernels.attention.math import allowed
+from opake_kernels.attention.op import attend, joined
 from opake_kernels.checks import autocast_to_compute_dtype
+
+from .names import hands_on_windows
 
 
 def attention_forward(
@@ -33,13 +33,16 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query (B, N, T, D), key and value (B, K, S, D) -> (B, T, N, D), and no attention weights.
 
     softcap: Gemma 2's cap on the scores. s_aux: GPT-OSS's sinks. position_bias: T5's learned additive bias.
+    sliding_window: applied where no mask was made for it.
     """
-    if not inside_transform() and softcap is None and s_aux is None:
+    window = _window(module, query, key, attention_mask, sliding_window)
+    if not inside_transform() and softcap is None and s_aux is None and window is None:
         bias = {} if position_bias is None else {"position_bias": position_bias}
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **bias, **kwargs
@@ -50,15 +53,17 @@ def attention_forward(
     mask = _with_bias(attention_mask, position_bias)
     if causal and mask is not None:
         mask, causal = joined(mask, allowed(query.shape[2], key.shape[2], None, True, None, query.device)), False
-    reason = reason_for_math(value.shape[-1] != query.shape[-1], mask, softcap, s_aux, dropout)
-    if reason is None:
-        out = folded_attention(choose(query, key, value, mask, causal), query, key, value, mask, causal, scaling)
-    else:
+    out, reason = attend(query, key, value, mask, causal, scaling, window, softcap, s_aux, dropout)
+    if reason is not None:
         note(module, f"attention by plain operations: {reason}")
-        out = attention_reference(
-            query, key, value, mask=mask, causal=causal, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout
-        )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _window(module: nn.Module, q: Any, k: Any, mask: Any, sliding_window: int | None) -> int | None:
+    """The window that no mask was made for, None if every key lies within it."""
+    if mask is not None or sliding_window is None or not hands_on_windows(getattr(module, "config", None)):
+        return None
+    return sliding_window if q.shape[2] == k.shape[2] > sliding_window else None
 
 
 def _with_bias(mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -16,29 +16,10 @@ from opake.patching.undo import Skip, Undo
 from opake_kernels.attention.backends import backend_names
 
 from .forward import attention_forward
+from .names import NAMES, SERVED, Name, Windowed
+from .windows import hands_on
 
-
-class Name(str):
-    """A name under which functions are found, and which a modeling file that asks "is this sdpa?" takes for sdpa.
-
-    Some attention classes (sparse indexers, image masks) compare the selected implementation with the names they know,
-    and leave a mask out for any other. Ours takes and makes the masks of sdpa, so the answer is yes.
-    """
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return other == "sdpa" or str.__eq__(self, other)  # type: ignore[arg-type]
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
-
-
-# a name may not contain "sdpa" or "flash_attention": Transformers gives those a meaning of its own
-NAMES = {(True, True): Name("opake"), (True, False): Name("opake_attention"), (False, True): Name("opake_masking")}
-SERVED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", *NAMES.values())
+__all__ = ["NAMES", "Name", "fits", "register", "remark", "select", "unregister"]
 
 
 def fits(model: nn.Module) -> Skip | None:
@@ -67,6 +48,8 @@ def select(model: nn.Module, wrappers: tuple[nn.Module, ...], *, attention: bool
     now = hf.attention_name(model)
     before = next((key for key, name in NAMES.items() if str(name) == str(now)), (False, False))
     name = NAMES[(attention or before[0], masks or before[1])]
+    if name == str(NAMES[True, True]) and hands_on(model, "sliding_window"):
+        name = Windowed(name)
     register()
     undo = own_config(model, wrappers)
     for config in hf.configs(model.config):

@@ -46,6 +46,11 @@ def rematerialised() -> Iterator[None]:
         _everywhere.reset(token)
 
 
+def inside_step() -> bool:
+    """Whether per-example gradients are being computed: inside a transform, or in a step of the batched engine."""
+    return inside_transform() or _everywhere.get()
+
+
 class RematCheckpoint:
     """What a model's `_gradient_checkpointing_func` becomes: remat inside a transform, `stock` outside.
 
@@ -60,7 +65,7 @@ class RematCheckpoint:
         self._warned = False
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not inside_transform() and not _everywhere.get():
+        if not inside_step():
             return self.stock(function, *args, **kwargs)
         return self._inside(function, args, kwargs)
 

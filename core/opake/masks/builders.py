@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from opake import hf
-from opake.attention import interface
+from opake.attention import eager, interface, windows
 from opake.patching.instance import rebind
 from opake.patching.replace import globals_read, overlay, readers
 from opake.patching.undo import Undo
@@ -48,6 +48,23 @@ def materialised(
     )
 
 
+class ImpliedMasks:
+    """As `MaterialisedMasks`, for attention that knows causality and its window: no mask where nobody supplied one."""
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(implied, hf.mask_functions()[name])
+
+
+def implied(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """None for causal attention without padding in a step of ours, with or without a window; else `materialised`."""
+    T, S = kwargs.get("q_length", 0), kwargs.get("kv_length", 1)
+    skips = kwargs.get("attention_mask") is None and kwargs.get("allow_is_causal_skip", True)
+    if skips and windows.unmasked(kwargs.get("device", "cpu"), T, S):
+        skips = windows.is_causal_window(kwargs.get("mask_function"), kwargs.get("local_size"))
+        return None if skips else materialised(stock, *args, **kwargs)
+    return materialised(stock, *args, **kwargs)
+
+
 def sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that build masks."""
     if interface.fits(model) is not None:
@@ -56,12 +73,14 @@ def sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def apply(module: nn.Module) -> Undo:
     read = globals_read(module, _is_builder)
-    return overlay(module, {name: _rebound(builder) for name, builder in read.items()})
+    # the attention layers lie below the module that makes their masks
+    knowing = eager.overlaid(module) and windows.hands_on(module, "sliding_window")
+    return overlay(module, {name: _rebound(builder, knowing) for name, builder in read.items()})
 
 
 @functools.cache
-def _rebound(builder: Callable[..., Any]) -> Callable[..., Any]:
-    rebound = rebind(builder, {TABLE: MaterialisedMasks()})
+def _rebound(builder: Callable[..., Any], knowing: bool) -> Callable[..., Any]:
+    rebound = rebind(builder, {TABLE: ImpliedMasks() if knowing else MaterialisedMasks()})
     assert rebound is not None, "asked by _is_builder"
     return rebound
 

@@ -47,18 +47,22 @@ class FoldedAttention(ModelRecord):
     flag: ClassVar[str] = "eager_attention"
 
     def fits(self, module: nn.Module) -> Skip | None:
-        from opake.attention import interface
+        from opake.attention import eager, interface
 
-        return interface.fits(module)
+        return None if eager.serves(module) else interface.fits(module)
 
     def remark(self, module: nn.Module) -> str:
-        from opake.attention import interface
+        from opake.attention import eager, interface
 
+        if eager.serves(module):
+            return "inside transforms by triton, in place of eager"
         return interface.remark(module)
 
     def apply(self, module: nn.Module) -> Undo:
-        from opake.attention import interface
+        from opake.attention import eager, interface
 
+        if eager.serves(module):
+            return eager.apply(module)
         return interface.select(module, self.wrappers, attention=True)
 
 
