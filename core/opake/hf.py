@@ -42,6 +42,13 @@ class Absent:
     def __init__(self, module: str, name: str) -> None:
         self.__qualname__ = name
         self.reason = f"{module} of the installed Transformers has no {name}"
+        self._module = module
+
+    def __getattr__(self, name: str) -> Absent:
+        # what hangs on an absent class is absent as well
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Absent(self._module, f"{self.__qualname__}.{name}")
 
 
 class ModelingModule:
@@ -195,6 +202,13 @@ def caches_by_default(model: Any) -> bool:
 def is_checkpointing(model: nn.Module) -> bool:
     """Whether any layer of the model checkpoints its activations."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def is_checkpointing_layer(module: nn.Module) -> bool:
+    """Whether this is a layer that checkpoints itself when it is told to."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return isinstance(module, GradientCheckpointingLayer)
 
 
 # None is a model whose class name says nothing, such as GPT2LMHeadModel; its loss is the causal one

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
-from typing import Annotated
+from importlib import metadata, resources
+from typing import Annotated, Any
 
 import typer
 
@@ -41,7 +42,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 
     Exits with 1 if a requirement is not met or a plugin is broken or in conflict.
     """
-    findings = [*_python(), *_requirements(), *_hardware(), *_optional(), *_plugins(), *_extensions()]
+    asked = (_python, _requirements, _tested, _interfaces, _hardware, _optional, _plugins, _extensions)
+    findings = [finding for question in asked for finding in question()]
     if as_json:
         json_out([asdict(finding) for finding in findings])
     else:
@@ -71,6 +73,37 @@ def _requirements() -> Iterator[Finding]:
             yield Finding(wanted.name, found, "missing", f"outside the supported range {wanted.specifier}")
         else:
             yield Finding(wanted.name, found, "ok")
+
+
+def _tested() -> Iterator[Finding]:
+    """The combinations that the test suite was run on, and how far the installed versions are outside of them."""
+    from packaging.version import Version
+
+    rows = json.loads((resources.files("opake") / "data" / "tested.json").read_text(encoding="utf-8"))
+    for name in ("python", "transformers", "torch", "peft"):
+        low, *_, high = sorted((row[name] for row in rows), key=Version)
+        found = platform.python_version() if name == "python" else _version(name)
+        outside = found is not None and not Version(low) <= Version(Version(found).base_version) <= _upper(high)
+        cost = f"{name} {found} is outside: not tested by us" if outside else ""
+        yield Finding(f"tested {name}", f"{low} to {high}", "note" if outside else "ok", cost)
+
+
+def _upper(version: str) -> Any:
+    """The last patch release of a version that names no patch: 2.13 was tested as 2.13.*."""
+    from packaging.version import Version
+
+    return Version(version if version.count(".") > 1 else f"{version}.{2**31}")
+
+
+def _interfaces() -> Iterator[Finding]:
+    """What patching needs of the installed libraries, each name probed."""
+    from opake.patching.interfaces import INTERFACES, changed
+
+    found = changed()
+    if not found:
+        yield Finding("interfaces", f"{len(INTERFACES)} as expected", "ok")
+    for need, what in found.items():
+        yield Finding("interface", what, "missing", f"needed for {need}")
 
 
 def _hardware() -> Iterator[Finding]:

@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from opake.errors import OptionTypeError, RestoreConflict, UnsupportedModel
+from opake.errors import OptionTypeError, PatchError, RestoreConflict, UnsupportedModel
 from opake.registry import Planned
 
 from . import notes
 from .flags import FLAGS, Switches, resolve
+from .interfaces import warn_of_changes
 from .report import PatchReport, Row
 from .state import Applied, ModelState, any_live, close_state, open_state, state_of
 from .target import Target, family_of, locate, require_own_forward, require_weights
-from .undo import conflicts
+from .undo import Skip, conflicts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -118,6 +119,7 @@ def _apply(
         return _not_a_transformers_model(target, switches), []
     from opake import hf
 
+    warn_of_changes()
     family = family_of(hf.model_type(target.model), strict)
     planned = plan(target, family, hf.ModelingModule(hf.modeling_module(target.model)))
     state = open_state(target.model)
@@ -154,13 +156,16 @@ def _apply_one(entry: Planned, target: Target, state: ModelState, switches: Swit
     record = entry.record
     if isinstance(absent := getattr(record, "cls", None), Absent):
         return [_row(entry, "-", "skipped", absent.reason)]
+    found = _sites(entry, target)
+    if isinstance(found, Skip):
+        return [_row(entry, "-", found.state, found.reason)]
     rows = []
-    for site, module in record.sites(target.model):
+    for site, module in found:
         if state.find(record, module) is not None:
             rows.append(_row(entry, site, "already", ""))
         elif not switches.on(record.flag):
             rows.append(_row(entry, site, "off", switches.reason(record.flag)))
-        elif (skip := record.fits(module)) is not None:
+        elif (skip := _fits(entry, module)) is not None:
             rows.append(_row(entry, site, skip.state, skip.reason))
         else:
             remark = record.remark(module)
@@ -169,6 +174,31 @@ def _apply_one(entry: Planned, target: Target, state: ModelState, switches: Swit
             new.append(applied)
             rows.append(_row(entry, site, "applied", remark))
     return rows or [_row(entry, "-", "skipped", "the model has no such module")]
+
+
+def _sites(entry: Planned, target: Target) -> list[tuple[str, nn.Module]] | Skip:
+    """What the record answers; one of a plugin that misses a name of the installed libraries skips itself alone."""
+    try:
+        return list(entry.record.sites(target.model))
+    except (ImportError, AttributeError) as error:
+        return Skip(_missing(entry, error))
+
+
+def _fits(entry: Planned, module: nn.Module) -> Skip | None:
+    try:
+        return entry.record.fits(module)
+    except (ImportError, AttributeError) as error:
+        return Skip(_missing(entry, error))
+
+
+def _missing(entry: Planned, error: Exception) -> str:
+    """The reason for a skip; of the core's own records, that without them numbers could be wrong is an error."""
+    if entry.hook != CORE:
+        return f"{type(error).__name__}: {error}"
+    raise PatchError(
+        f"{entry.record} does not fit the installed libraries: {type(error).__name__}: {error}; run `opake doctor`, and"
+        f" use versions inside the tested range, or leave it out with {entry.record.flag}=False"
+    ) from error
 
 
 def _undo(target: Target, state: ModelState, entries: list[Applied]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from opake.errors import RestoreConflict
 
 from .flags import FLAGS, resolve
+from .interfaces import warn_of_changes
 from .report import PatchReport, Row
 from .undo import Change, Undo, conflicts, put
 
@@ -42,6 +43,7 @@ def apply_runtime_patches(**flags: Any) -> PatchReport:
     given = dict(flags)
     umbrellas = {name: given.pop(name, default) for name, default in defaults.items()}
     switches = resolve("runtime", given, **umbrellas)
+    warn_of_changes()
     rows: list[Row] = []
     for record in RECORDS:
         if record.name in _applied:
