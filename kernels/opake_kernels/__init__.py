@@ -11,6 +11,7 @@ from .gated import (
 )
 from .linear_cross_entropy import opake_linear_cross_entropy_loss
 from .lora import opake_lora_mlp, opake_lora_qkv, opake_lora_w
+from .moe import opake_moe
 from .rms_norm import opake_rms_norm
 from .rope import opake_rope, opake_rope_qk
 from .selective_log_softmax import opake_selective_log_softmax
@@ -25,6 +26,7 @@ __all__ = [
     "opake_lora_mlp",
     "opake_lora_qkv",
     "opake_lora_w",
+    "opake_moe",
     "opake_relu_squared",
     "opake_rms_norm",
     "opake_rope",

@@ -1,0 +1,221 @@
+"""The fused path: Triton products over sorted rows with the gate inside, for half precision on CUDA.
+
+Forward writes the activation (S, I) and the rows of every choice (S, H); backward computes the activation again from x.
+S = tokens * choices. Nothing is copied to bring the tokens of an expert together: kernels read them in place, and write
+in token order. Block sizes follow from shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opake_kernels.activations import Activation, kernel_kind
+from opake_kernels.launch import INTERPRET, cdiv, launch, next_power_of_2
+
+from .gate_kernels import gate_backward_kernel, gate_forward_kernel
+from .product_kernels import combine_kernel, map_kernel, rows_kernel, segments_kernel
+from .routing import Routing
+from .weights import Weights
+
+__all__ = ["Fused", "Tile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows, columns and depth of a tile, and how it runs."""
+
+    BM: int
+    BN: int
+    BK: int
+    warps: int
+    stages: int
+
+    def meta(self) -> dict[str, int]:
+        sizes = {"BM": self.BM, "BN": self.BN, "BK": self.BK, "GROUP": 8}
+        return {**sizes, "num_warps": self.warps, "num_stages": self.stages}
+
+
+def _tile(rows_an_expert: float, N: int, K: int, gated: bool) -> Tile:
+    """The tile for products of (rows, K) and (K, N), N counted in columns that are written."""
+    if INTERPRET:
+        return Tile(16, 16, 16, 1, 1)
+    BM = 128 if rows_an_expert > 64 else 64 if rows_an_expert > 16 else 16
+    BK = 64 if K >= 64 else 32
+    wide = 128 if gated else 256
+    BN = min(wide, max(32, next_power_of_2(N)))
+    if BM == 16:
+        return Tile(BM, min(BN, 64), BK, 4, 4)
+    if BM == 64:
+        return Tile(BM, min(BN, 64 if gated else 128), BK, 4, 4)
+    return Tile(BM, BN, BK, 8 if BN * (2 if gated else 1) > 64 else 4, 3)
+
+
+class Fused:
+    """One call: weights, routing and what is derived from them for the launches."""
+
+    def __init__(self, weights: Weights, routing: Routing, act: Activation, paired: bool) -> None:
+        self.w, self.r, self.act, self.paired = weights, routing, act, paired
+        self.S = routing.perm.numel()
+        self.tiles: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def _map(self, BM: int) -> tuple[torch.Tensor, int]:
+        """(MAP, most tiles) for tiles of BM rows."""
+        if BM not in self.tiles:
+            E = self.w.sizes[0]
+            count = self.S // BM + min(E, self.S)
+            made = torch.empty(count, 3, dtype=torch.int32, device=self.r.perm.device)
+            EP = next_power_of_2(E)
+            block = max(16, min(128, 8192 // EP))
+            launch(
+                map_kernel, (cdiv(count, block),), made, self.r.ends, made, E, count,
+                BM=BM, EP=EP, BLOCK=block, num_warps=4,
+            )  # fmt: skip
+            self.tiles[BM] = made, count
+        return self.tiles[BM]
+
+    def _gate_arguments(self, N: int, K: int) -> tuple[Tile, torch.Tensor, int, int]:
+        tile = _tile(self.S / self.w.sizes[0], N, K, True)
+        made, count = self._map(tile.BM)
+        return tile, made, count, cdiv(N, tile.BN)
+
+    def _shared_meta(self, like: torch.Tensor, K: int, BK: int, rank: int) -> dict[str, Any]:
+        return {
+            "EVEN": K % BK == 0,
+            "PRECISE": like.dtype == torch.float32,
+            "RANK": rank,
+            "BR": max(16, min(64, next_power_of_2(rank or 1))),
+        }
+
+    def rows(
+        self,
+        a: torch.Tensor,
+        w: torch.Tensor,
+        *,
+        low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
+        bias: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        gather: bool = False,
+        scatter: bool = False,
+    ) -> torch.Tensor:
+        """a @ w_e (+ z @ l_e) (+ bias_e) (* weight) for w (E, K, N) in any strides; see `rows_kernel`."""
+        E, K, N = w.shape
+        tile = _tile(self.S / E, N, K, False)
+        made, count = self._map(tile.BM)
+        out = torch.empty(self.S, N, dtype=a.dtype, device=a.device)
+        z, factor = low_rank or (a, w)
+        NB = cdiv(N, tile.BN)
+        launch(
+            rows_kernel, (count * NB,), a, a, w, z, factor, bias if bias is not None else a,
+            weight if weight is not None else a, self.r.perm, made, out, count, NB, self.r.K, K, N, a.stride(0),
+            w.stride(0), w.stride(2), w.stride(1), factor.stride(0), factor.stride(2), factor.stride(1), N,
+            GATHER=gather, SCATTER=scatter, SCALED=weight is not None, HAS_BIAS=bias is not None,
+            WHOLE=N % tile.BN == 0, **self._shared_meta(a, K, tile.BK, z.shape[1] if low_rank else 0), **tile.meta(),
+        )  # fmt: skip
+        return out
+
+    def low_rank(self, a: torch.Tensor, w: torch.Tensor | None, scaling: float, gather: bool) -> torch.Tensor | None:
+        """scaling * (a @ w_e), the narrow side of an adapter; None without one."""
+        return None if w is None else self.rows(a, w, gather=gather).mul_(scaling)
+
+    def combine(self, y: torch.Tensor) -> torch.Tensor:
+        """The sum over the choices of each token, y in token order."""
+        H, K = y.shape[1], self.r.K
+        if K == 1:
+            return y
+        out = torch.empty(self.S // K, H, dtype=y.dtype, device=y.device)
+        block = min(1024, next_power_of_2(H))
+        NB = cdiv(H, block)
+        launch(
+            combine_kernel, (out.shape[0] * NB,), y, y, out, H, NB, TOP=K, BLOCK=block, num_warps=max(1, block // 256)
+        )
+        return out
+
+    def hidden(self, x: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
+        """act(gate) * up of the sorted rows."""
+        w = self.w
+        _, I, H = w.sizes
+        tile, made, count, NB = self._gate_arguments(I, H)
+        out = torch.empty(self.S, I, dtype=x.dtype, device=x.device)
+        launch(
+            gate_forward_kernel, (count * NB,), x, *self._gate_tensors(x, z), self.r.perm, made, out, count, NB,
+            self.r.K, H, I,
+            x.stride(0), *self._gate_strides(z), self.act.alpha, self.act.limit, self.act.offset,
+            KIND=kernel_kind(self.act, x.dtype), CLAMP=bool(self.act.limit), HAS_BIAS=w.gate_up_bias is not None,
+            PAIRED=self.paired, **self._shared_meta(x, H, tile.BK, 0 if z is None else z.shape[1]), **tile.meta(),
+        )  # fmt: skip
+        return out
+
+    def _gate_tensors(self, x: torch.Tensor, z: torch.Tensor | None) -> Sequence[torch.Tensor]:
+        w = self.w
+        bias = x if w.gate_up_bias is None else w.gate_up_bias
+        return x, w.gate_up, bias, x if z is None else z, w.gate_up if w.B is None else w.B
+
+    def _gate_strides(self, z: torch.Tensor | None) -> tuple[int, ...]:
+        w, b = self.w.gate_up, self.w.B
+        factor = (0, 0, 0) if b is None else (b.stride(0), b.stride(2), b.stride(1))
+        return (*w.stride(), *factor)
+
+    def gate_gradients(
+        self,
+        x: torch.Tensor,
+        d: torch.Tensor,
+        weight: torch.Tensor,
+        z: torch.Tensor | None,
+        z_down: torch.Tensor | None,
+        need_hidden: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Gradient of gate and up (S, 2I), the activation (S, I) if wanted, and d weight (S) in slot order."""
+        w = self.w
+        _, I, H = w.sizes
+        tile, made, count, NB = self._gate_arguments(I, H)
+        dgu = torch.empty(self.S, 2 * I, dtype=x.dtype, device=x.device)
+        hidden = torch.empty(self.S, I, dtype=x.dtype, device=x.device) if need_hidden else None
+        part = torch.empty(NB, self.S, dtype=torch.float32, device=x.device)
+        down, a_down = w.down, w.A_down
+        m = (0, 0, 0) if a_down is None else (a_down.stride(0), a_down.stride(1), a_down.stride(2))
+        meta = self._shared_meta(x, H, tile.BK, 0 if z is None else z.shape[1])
+        ranks = [t.shape[1] for t in (z, z_down) if t is not None]
+        meta["BR"] = max(16, min(64, next_power_of_2(max(ranks, default=1))))
+        launch(
+            gate_backward_kernel, (count * NB,), x, *self._gate_tensors(x, z), d, down, d if z_down is None else z_down,
+            down if a_down is None else a_down, weight, self.r.perm, made, dgu, dgu if hidden is None else hidden, part,
+            self.S, count, NB, self.r.K, H, I, x.stride(0), d.stride(0), *self._gate_strides(z),
+            down.stride(0), down.stride(2), down.stride(1), *m, self.act.alpha, self.act.limit, self.act.offset,
+            KIND=kernel_kind(self.act, x.dtype), CLAMP=bool(self.act.limit), HAS_BIAS=w.gate_up_bias is not None,
+            RANK_D=0 if z_down is None else z_down.shape[1], PAIRED=self.paired, NEED_H=need_hidden,
+            WHOLE=I % tile.BN == 0, **meta, **tile.meta(),
+        )  # fmt: skip
+        return dgu, hidden, part.sum(0) if NB > 1 else part[0]
+
+    def segments(
+        self,
+        p: torch.Tensor,
+        q: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        scale: float = 1.0,
+        weight: torch.Tensor | None = None,
+        gather_p: bool = False,
+        gather_q: bool = False,
+    ) -> torch.Tensor:
+        """(G, E, m, n): scale * P^T Q over the rows of each example and expert; zeros where there are none."""
+        G, E, M, N = self.r.G, self.r.E, p.shape[1], q.shape[1]
+        ends = self.r.segments()
+        out = torch.empty(G, E, M, N, dtype=dtype, device=p.device)
+        if INTERPRET:
+            BM, BN, BR, warps = 16, 16, 16, 1
+        else:
+            BM, BN = (min(128, max(16, next_power_of_2(n))) for n in (M, N))
+            BR, warps = 32, 8 if BM * BN >= 128 * 64 else 4
+        NM, NN = cdiv(M, BM), cdiv(N, BN)
+        launch(
+            segments_kernel, (G * E * NM * NN,), p, p, q, weight if weight is not None else p, self.r.perm, ends, out,
+            NM, NN, self.r.K, M, N, E, G, p.stride(0), q.stride(0), scale,
+            GATHER_P=gather_p, GATHER_Q=gather_q, SCALED=weight is not None, PRECISE=p.dtype == torch.float32,
+            BM=BM, BN=BN, BR=BR, num_warps=warps,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,152 @@
+"""The grouped path in plain torch: `grouped_mm` over sorted rows, on any device that has it.
+
+The same steps as the fused path, with the rows of each expert brought together by a copy. On a CPU one call serves one
+example, because a product of the library there rounds by how many rows it has; elsewhere one call serves all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from opake_kernels.activations import Activation
+from opake_kernels.gated import gated_reference
+from opake_kernels.lora.gate import activated_backward
+
+from .routing import Routing
+from .weights import Weights
+
+__all__ = ["Grouped", "alignment"]
+
+
+def alignment(dtype: torch.dtype) -> int:
+    """The number of columns that every matrix of `grouped_mm` must be a multiple of: rows begin at 16 bytes."""
+    return 16 // dtype.itemsize
+
+
+class Grouped:
+    """One call: weights, routing and what is derived from them. Methods as in `fused.Fused`."""
+
+    def __init__(self, weights: Weights, routing: Routing, act: Activation, paired: bool) -> None:
+        self.w, self.r, self.act, self.paired = weights, routing, act, paired
+        self.S = routing.perm.numel()
+        self.token = routing.tokens()
+        self.gathered: dict[int, torch.Tensor] = {}
+        if routing.by_example:
+            # each example has the same number of rows, and its ends are counted from its first
+            starts = torch.arange(routing.G, device=self.token.device)[:, None] * (self.S // routing.G)
+            self.ends = (routing.ends.view(routing.G, -1) - starts).to(torch.int32)
+
+    def _gather(self, rows: torch.Tensor) -> torch.Tensor:
+        key = id(rows)
+        if key not in self.gathered:
+            self.gathered[key] = rows[self.token]
+        return self.gathered[key]
+
+    def _product(self, a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """a (S, K) of sorted rows @ w_e (E, K, N)."""
+        if not self.r.by_example:
+            return functional.grouped_mm(a, w, offs=self.r.ends)
+        each = a.view(self.r.G, -1, a.shape[1])
+        return torch.cat([functional.grouped_mm(each[g], w, offs=self.ends[g]) for g in range(self.r.G)])
+
+    def _by_expert(self, values: torch.Tensor) -> torch.Tensor:
+        """(S, N): a value of each expert (E, N) for each sorted row."""
+        return values[self.r.index.reshape(-1)[self.r.perm]]
+
+    def rows(
+        self,
+        a: torch.Tensor,
+        w: torch.Tensor,
+        *,
+        low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
+        bias: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        gather: bool = False,
+        scatter: bool = False,
+    ) -> torch.Tensor:
+        """a @ w_e (+ z @ l_e) (+ bias_e) (* weight), rows of the result in slot order if `scatter`."""
+        out = self._product(self._gather(a) if gather else a, w)
+        if low_rank is not None:
+            out += self._product(*_padded(*low_rank))
+        if bias is not None:
+            out += self._by_expert(bias)
+        if weight is not None:
+            out = out * weight[self.r.perm, None].to(torch.promote_types(weight.dtype, out.dtype))
+        return self.r.unsorted(out) if scatter else out
+
+    def low_rank(self, a: torch.Tensor, w: torch.Tensor | None, scaling: float, gather: bool) -> torch.Tensor | None:
+        """scaling * (a @ w_e), the narrow side of an adapter; None without one."""
+        if w is None:
+            return None
+        rank = w.shape[2]
+        w = _wide(w, 2)
+        return self._product(self._gather(a) if gather else a, w)[:, :rank].mul_(scaling)
+
+    def combine(self, y: torch.Tensor) -> torch.Tensor:
+        """The sum over the choices of each token, y in slot order."""
+        return y.view(-1, self.r.K, y.shape[1]).sum(1)
+
+    def _gate_and_up(self, x: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
+        low_rank = None if z is None or self.w.B is None else (z, self.w.B)
+        return self.rows(x, self.w.gate_up.mT, low_rank=low_rank, bias=self.w.gate_up_bias, gather=True)
+
+    def hidden(self, x: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
+        """act(gate) * up of the sorted rows."""
+        return gated_reference(self._gate_and_up(x, z), None, self.act, self.paired)
+
+    def gate_gradients(
+        self,
+        x: torch.Tensor,
+        d: torch.Tensor,
+        weight: torch.Tensor,
+        z: torch.Tensor | None,
+        z_down: torch.Tensor | None,
+        need_hidden: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Gradient of gate and up (S, 2I), the activation (S, I) if wanted, and d weight (S) in slot order."""
+        both = self._gate_and_up(x, z)
+        low_rank = None if z_down is None or self.w.A_down is None else (z_down, self.w.A_down.mT)
+        dh = self.rows(d, self.w.down, low_rank=low_rank, gather=True)
+        gate, up = (both[:, ::2], both[:, 1::2]) if self.paired else both.chunk(2, dim=1)
+        scaled = dh * weight[self.r.perm, None].to(torch.promote_types(weight.dtype, dh.dtype))
+        hidden, dg, du = activated_backward(scaled.to(dh.dtype), gate.contiguous(), up.contiguous(), self.act)
+        d_weight = self.r.unsorted((dh * hidden).sum(1, dtype=weight.dtype))
+        dgu = torch.stack((dg, du), dim=-1).flatten(1) if self.paired else torch.cat((dg, du), dim=1)
+        return dgu, hidden if need_hidden else None, d_weight
+
+    def segments(
+        self,
+        p: torch.Tensor,
+        q: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        scale: float = 1.0,
+        weight: torch.Tensor | None = None,
+        gather_p: bool = False,
+        gather_q: bool = False,
+    ) -> torch.Tensor:
+        """(G, E, m, n): scale * P^T Q over the rows of each example and expert; zeros where there are none."""
+        M, N, r = p.shape[1], q.shape[1], self.r
+        p, q = (self._gather(t) if gather else t for t, gather in ((p, gather_p), (q, gather_q)))
+        if weight is not None:
+            p = (p * weight[r.perm, None]).to(p.dtype)
+        if p.device.type == "cpu" and dtype.itemsize > p.dtype.itemsize:
+            p, q = p.to(dtype), q.to(dtype)
+        out = functional.grouped_mm(_wide(p, 1).mT, _wide(q, 1), offs=r.segments())[:, :M, :N]
+        out = out.unflatten(0, (r.G, r.E) if r.by_example else (r.E, r.G))
+        out = (out if r.by_example else out.transpose(0, 1)).to(dtype)
+        return out * scale if scale != 1.0 else out.contiguous()
+
+
+def _padded(z: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two sides of a low-rank product with a rank that `grouped_mm` takes."""
+    return _wide(z, 1), _wide(factor, 1)
+
+
+def _wide(t: torch.Tensor, dim: int) -> torch.Tensor:
+    """`t` with zeros behind, so that the size of `dim` is one that `grouped_mm` takes; rows dense."""
+    missing = -t.shape[dim] % alignment(t.dtype)
+    if missing:
+        t = functional.pad(t, [0, 0] * (t.dim() - 1 - dim) + [0, missing])
+    return t if t.stride(-1) == 1 and not missing else t.contiguous()

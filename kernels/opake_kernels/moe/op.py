@@ -1,0 +1,231 @@
+"""Mixture of experts as one op: each token through the experts that a router chose for it, weighted and added.
+
+This file checks arguments, chooses a path and ties forward and backward into a pair that any nesting of vmap and grad
+folds into one call: the tokens of all examples are sorted together, by expert and then by example. Leaves out routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from opake_kernels.activations import Activation, activation_for
+from opake_kernels.checks import check_float, check_index, check_same_device, check_same_dtype, check_shape
+from opake_kernels.fold import ROWS, SHARED, fold_rows, function_pair
+
+from . import dense, passes
+from .choice import choose
+from .fused import Fused
+from .grouped import Grouped
+from .routing import route
+from .weights import NAMES, Weights, gather
+
+__all__ = ["moe_reference", "opake_moe"]
+
+_OP = "opake_moe"
+Optional = torch.Tensor | None
+Adapter = tuple[torch.Tensor, torch.Tensor, float] | None
+
+
+class Settings(NamedTuple):
+    """What a call keeps constant: the gate, whether its halves alternate, LoRA scalings, and the path."""
+
+    act: Activation
+    paired: bool
+    scalings: tuple[float, float]
+    path: str
+
+
+def _folded(x: Any, index: Any, weight: Any, given: Sequence[Any], groups: int, s: Settings) -> Any:
+    """x (G, T, H), index and weight (G, T, K), and the weights."""
+    w = gather(given, s.scalings, groups, x)
+    return fold_rows(x, groups), fold_rows(index, groups), fold_rows(weight, groups), w
+
+
+def _path(index: torch.Tensor, w: Weights, s: Settings) -> Fused | Grouped:
+    E = w.sizes[0]
+    if not w.shared:
+        # experts that differ between examples are experts of one example with more of them
+        G = index.shape[0]
+        index = index.long() + (torch.arange(G, device=index.device) * (E // G))[:, None, None]
+        index = index.reshape(1, -1, index.shape[-1])
+    kind = Fused if s.path == "fused" else Grouped
+    by_example = s.path == "grouped" and index.device.type == "cpu"
+    return kind(w, route(index, E, by_example), s.act, s.paired)
+
+
+def _forward(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, *args: Any) -> torch.Tensor:
+    *given, groups, s = args
+    x_GTH, index_GTK, weight_GTK, w = _folded(x, index, weight, given, groups, s)
+    if not x.numel() or not index.numel():
+        return torch.zeros_like(x)
+    if s.path == "dense":
+        return dense.forward(x_GTH, index_GTK, weight_GTK, w, s.act, s.paired).view(x.shape)
+    rows = x_GTH.reshape(-1, x.shape[-1]).contiguous()
+    return passes.forward(rows, weight_GTK.reshape(-1), _path(index_GTK, w, s)).view(x.shape)
+
+
+def _backward(grads: Any, saved: Any, need: Any, groups: int, s: Settings) -> list[Optional]:
+    (d,), (x, index, weight, *given) = grads, saved
+    lead = d.shape[:groups]
+    need = [need[0], *need[2:]]
+    if not x.numel() or not index.numel():
+        return _nothing(d, x, weight, given, need, lead, groups)
+    x_GTH, index_GTK, weight_GTK, w = _folded(x.expand(d.shape), index, weight, given, groups, s)
+    dtypes = [None if t is None else t.dtype for t in given]
+    if s.path == "dense":
+        d_GTH = fold_rows(d, groups)
+        found = dense.backward(d_GTH, x_GTH, index_GTK, weight_GTK, w, s.act, s.paired, need, dtypes)
+    else:
+        found = _sparse_backward(d, x_GTH, index_GTK, weight_GTK, w, s, need, dtypes)
+    dx, dw, *rest = found
+    dx = None if dx is None else dx.view(d.shape)
+    dw = None if dw is None else dw.to(weight.dtype).view(weight.shape)
+    return [dx, None, dw, *[g if g is None else g.view(*lead, -1, *g.shape[2:]) for g in rest]]
+
+
+def _sparse_backward(
+    d: torch.Tensor, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, w: Weights, s: Settings,
+    need: Sequence[bool], dtypes: Sequence[Any],
+) -> list[Optional]:  # fmt: skip
+    G, H = x.shape[0], x.shape[-1]
+    rows, d_rows = (t.reshape(-1, H).contiguous() for t in (x, d))
+    path = _path(index, w, s)
+    dx, dw, *rest = passes.backward(d_rows, rows, weight.reshape(-1), path, need, dtypes)
+    if dw is not None and w.down_bias is not None:
+        flat = path.r.index.reshape(-1, index.shape[-1])
+        dw = dw + passes.routing_gradient_of_bias(d_rows, w.down_bias, flat).reshape(-1)
+    return [dx, dw, *[g if g is None else g.reshape(G, -1, *g.shape[2:]) for g in rest]]
+
+
+def _nothing(
+    d: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, given: Sequence[Optional], need: Sequence[bool],
+    lead: Sequence[int], groups: int,
+) -> list[Optional]:  # fmt: skip
+    """Gradients of a call without tokens."""
+    asked = zip(given, need[2:], strict=True)
+    zeros = [t.new_zeros(*lead, *t.shape[groups:]) if n and t is not None else None for t, n in asked]
+    return [torch.zeros_like(d) if need[0] else None, None, torch.zeros_like(weight) if need[1] else None, *zeros]
+
+
+_moe = function_pair(
+    _OP,
+    forward=_forward,
+    backward=_backward,
+    roles=(ROWS, ROWS, ROWS, *[SHARED] * len(NAMES)),
+    save_inputs=tuple(range(3 + len(NAMES))),
+)
+
+
+def moe_reference(
+    x: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    activation: str | Activation = "silu",
+    gate_up_bias: Optional = None,
+    down_bias: Optional = None,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """The plain twin of `opake_moe` for one example: every expert on every token in torch, in the dtype of `x`."""
+    act, out = activation_for(activation), torch.zeros_like(x)
+    for e in range(gate_up_proj.shape[0]):
+        both = x @ gate_up_proj[e].mT
+        both = both if gate_up_bias is None else both + gate_up_bias[e]
+        gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
+        y = act.reference(gate, up) @ down_proj[e].mT
+        y = y if down_bias is None else y + down_bias[e]
+        out = out + y * (top_k_weights * (top_k_index == e)).sum(-1, keepdim=True).to(y.dtype)
+    return out
+
+
+def opake_moe(
+    x: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    activation: str | Activation = "silu",
+    grouped: bool = True,
+    gate_up_bias: Optional = None,
+    down_bias: Optional = None,
+    interleaved: bool = False,
+    transposed: bool = False,
+    lora_gate_up: Adapter = None,
+    lora_down: Adapter = None,
+) -> torch.Tensor:
+    """sum_k top_k_weights[k] * expert[top_k_index[k]](x), an expert being down(act(gate(x)) * up(x)).
+
+    x: (..., H) floating; gate_up_proj: (E, 2I, H), gate first, or rows of gate and up in turn with `interleaved`;
+    down_proj: (E, H, I), both of the dtype of x; with `transposed` (E, H, 2I) and (E, I, H). top_k_index: (..., K)
+    int64 or int32, entries 0 .. E - 1; top_k_weights: (..., K) of any floating dtype. gate_up_bias: (E, 2I), down_bias:
+    (E, H). `activation`: a `hidden_act` name or an `Activation`. lora_gate_up, lora_down: (A, B, scaling) with A
+    (E, in, r) and B (E, r, out) of any floating dtype; the product of the two is never formed. Any of these weights may
+    have an example axis (B, E, ...) of its own; x is then (B, ..., H). Returns (..., H) in the dtype of x.
+
+    grouped=False takes the dense path; else shapes, dtypes and hardware choose (`moe.choose`). Gradients go to x, to
+    the routing weights and, where asked for, to the weights, for each example under vmap: those of a stack are then as
+    large as the stack, for each example. A repeated call gives the same bits, an example its own whatever the others.
+
+    Raises TypeError (dtype), ValueError (shape, device, unknown activation). Double backward and forward mode raise
+    RuntimeError. Sources: Shazeer et al., "Outrageously Large Neural Networks" (2017), Gale et al., "MegaBlocks"
+    (2023).
+    """
+    act = activation_for(activation)
+    if transposed:
+        gate_up_proj, down_proj = gate_up_proj.mT, down_proj.mT
+    A, B, s_up = lora_gate_up or (None, None, 1.0)
+    A_down, B_down, s_down = lora_down or (None, None, 1.0)
+    weights = (gate_up_proj, down_proj, gate_up_bias, down_bias, A, B, A_down, B_down)
+    groups = _checked(x, weights, top_k_index, top_k_weights)
+    E, H, I = down_proj.shape[-3:]
+    path = choose(x.device, x.dtype, E, top_k_index.shape[-1], I, H, grouped=grouped).path
+    settings = Settings(act, interleaved, (float(s_up), float(s_down)), path)
+    sized = zip(weights, _DIMS, strict=True)
+    with_axis = [w if w is None or not groups or w.dim() == dim + 1 else w[None] for w, dim in sized]
+    return _moe(x, top_k_index, top_k_weights, *with_axis, groups, settings)
+
+
+_DIMS = (3, 3, 2, 2, 3, 3, 3, 3)
+
+
+def _checked(x: Any, weights: Sequence[Any], index: Any, routing: Any) -> int:
+    """Everything that can be wrong with shapes, dtypes and devices; returns the number of group dimensions."""
+    named: dict[str, Any] = {name: w for name, w in zip(NAMES, weights, strict=True) if w is not None}
+    check_float(_OP, x=x, top_k_weights=routing, **named)
+    check_index(_OP, top_k_index=index)
+    check_same_device(_OP, x=x, top_k_index=index, top_k_weights=routing, **named)
+    check_same_dtype(_OP, x=x, **{name: w for name, w in named.items() if name[0] not in "AB"})
+    dims: dict[str, int] = dict(zip(NAMES, _DIMS, strict=True))
+    for name, w in named.items():
+        if w.dim() not in (dims[name], dims[name] + 1):
+            raise ValueError(f"{_OP}: {name} has shape {tuple(w.shape)}, expected {dims[name]} dimensions, or one more")
+    groups = int(any(w.dim() > dims[name] for name, w in named.items()))
+    down = named["down"]
+    E, H, I = down.shape[-3:]
+    ranks = {name: named[name].shape[-1] for name in ("A", "A_down") if name in named}
+    shapes = {
+        "gate_up": (E, 2 * I, H),
+        "down": (E, H, I),
+        "gate_up_bias": (E, 2 * I),
+        "down_bias": (E, H),
+        "A": (E, H, ranks.get("A")),
+        "B": (E, ranks.get("A"), 2 * I),
+        "A_down": (E, I, ranks.get("A_down")),
+        "B_down": (E, ranks.get("A_down"), H),
+    }
+    for name, w in named.items():
+        check_shape(_OP, name, w.shape[-dims[name] :], shapes[name], f"E {E}, I {I}, H {H} as in down_proj")
+        if w.dim() > dims[name]:
+            check_shape(_OP, name, w.shape[:1], x.shape[:1], "the examples of x")
+    check_shape(_OP, "x", x.shape[-1:], (H,), "H of down_proj")
+    check_shape(_OP, "top_k_index", index.shape[:-1], x.shape[:-1], "the leading dimensions of x")
+    check_shape(_OP, "top_k_weights", routing.shape, index.shape, "the shape of top_k_index")
+    if groups and x.dim() < 2:
+        raise ValueError(f"{_OP}: weights have an example axis, so x is (B, ..., H); got {tuple(x.shape)}")
+    return groups
