@@ -284,6 +284,11 @@ def experts_functions() -> MutableMapping[str, Any]:
     return ExpertsInterface._global_mapping
 
 
+def eager_experts(cls: type[nn.Module]) -> Callable[..., Any]:
+    """The forward that a class of experts has besides those of the table: what its decorator wraps."""
+    return cls.forward.__wrapped__  # type: ignore[attr-defined]
+
+
 def experts_name(experts: Any) -> str | None:
     """The implementation that the config of an experts module selects."""
     return getattr(experts.config, "_experts_implementation", None)

@@ -20,7 +20,12 @@ from opake.patching.replace import globals_read
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
     """The modules whose forward takes its attention function from the public table."""
-    return [m for m in model.modules() if globals_read(m, lambda value: type(value).__name__ == "AttentionInterface")]
+    return [module for module in model.modules() if reads_attention(module)]
+
+
+def reads_attention(module: nn.Module) -> bool:
+    """Whether the forward of this module takes its attention function from the public table."""
+    return bool(globals_read(module, lambda value: type(value).__name__ == "AttentionInterface"))
 
 
 def hands_on(model: nn.Module, keyword: str) -> bool:

@@ -58,10 +58,11 @@ class RematCheckpoint:
     with its module, which is how Transformers calls it in every version.
     """
 
-    __slots__ = ("_warned", "stock")
+    __slots__ = ("_warned", "away", "stock")
 
     def __init__(self, stock: Callable) -> None:
         self.stock = stock
+        self.away = _saves_on_cpu(stock)
         self._warned = False
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +76,8 @@ class RematCheckpoint:
         fn, args, rest = flatten_partial(function, args, rest)
         reached = reach(fn, args, rest)
         if reached.obstacle is None:
-            return remat_reached(fn, args, rest, reached, preserve_rng=own.get("preserve_rng_state", True))
+            keep = own.get("preserve_rng_state", True)
+            return remat_reached(fn, args, rest, reached, preserve_rng=keep, away=self.away)
         self._warn(fn, reached.obstacle)
         return fn(*args, **rest)
 
@@ -90,6 +92,13 @@ class RematCheckpoint:
             OpakeWarning,
             stacklevel=4,
         )
+
+
+def _saves_on_cpu(stock: Callable) -> bool:
+    """Whether a checkpointing function keeps what it saves on the CPU, as Transformers' `offload=True` makes it."""
+    fn = stock.func if isinstance(stock, functools.partial) else stock
+    code = getattr(fn, "__code__", None)
+    return code is not None and "save_on_cpu" in code.co_names
 
 
 def guarded_checkpoint(original: Callable) -> Callable:

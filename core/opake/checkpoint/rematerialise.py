@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from opake.checkpoint.reach import Reach, flatten_partial, reach
 from opake.checkpoint.replay import Replay
 from opake.errors import InputError, OpakeError
+from opake.rows.lazy_sum import plain
 from opake.swap import Places
 from opake.transforms import inside_transform
 
@@ -50,12 +51,19 @@ def remat(fn: Callable, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def remat_reached(
-    fn: Callable, args: tuple, kwargs: Mapping[str, Any], reached: Reach, *, preserve_rng: bool = True
+    fn: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    reached: Reach,
+    *,
+    preserve_rng: bool = True,
+    away: bool = False,
 ) -> Any:
-    """`remat` for a call that is known to be liftable."""
+    """`remat` for a call that is known to be liftable. away: what flows into it waits for the backward on the CPU."""
     if _running.get() or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     call = _Call(fn, args, kwargs, reached.modules, preserve_rng=preserve_rng)
+    call.away = away
     return call.rebuild(_Remat.apply(call, *call.tensors))
 
 
@@ -71,6 +79,7 @@ class _Call:
         self._rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.tensors: tuple[torch.Tensor, ...] = tuple(leaves[i] for i in self._slots)
         self.replay = Replay(self.tensors, preserve_rng=preserve_rng)
+        self.away, self.given = False, len(self._places.tensors)
         self._out_spec: TreeSpec | None = None
         self._out_rest: list[Any] = []
 
@@ -82,7 +91,8 @@ class _Call:
         state, args, kwargs = tree_unflatten(leaves, self._spec)
         with _nested_off(), self._places.holding(state):
             out = self._fn(*args, **kwargs)
-        outs, self._out_spec = tree_flatten(out)
+        # a sum that is still to be taken would carry its graph past the Function
+        outs, self._out_spec = tree_flatten(tree_map(plain, out))
         self._out_rest = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in outs]
         handed_in = {id(t) for t in tensors}
         # an output that is an input unchanged would be marked as one by autograd
@@ -123,14 +133,17 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
-        ctx.call = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
+        ctx.call, kept = inputs[0], list(inputs[1:])
+        ctx.devices = _send_away(kept, ctx.needs_input_grad[1:], ctx.call.given) if ctx.call.away else {}
+        ctx.save_for_backward(*kept)
         ctx.floating = tuple(out.is_floating_point() or out.is_complex() for out in output)
         ctx.mark_non_differentiable(*(out for out, floating in zip(output, ctx.floating, strict=True) if not floating))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tensors = ctx.saved_tensors
+        tensors = list(ctx.saved_tensors)
+        for i, device in ctx.devices.items():
+            tensors[i] = tensors[i].to(device, non_blocking=True)
         needed = tuple(i for i in range(len(tensors)) if ctx.needs_input_grad[i + 1])
         flowing = [c for c, floating in zip(cotangents, ctx.floating, strict=True) if floating]
         grads: list[torch.Tensor | None] = [None] * len(tensors)
@@ -138,6 +151,20 @@ class _Remat(torch.autograd.Function):
         for i, grad in zip(needed, pulled, strict=True):
             grads[i] = grad
         return (None, *grads)
+
+
+def _send_away(tensors: list[torch.Tensor], needs: Sequence[bool], given: int) -> dict[int, torch.device]:
+    """Move the arguments that gradients flow through to the CPU, in place; where each came from.
+
+    What the layers of a model share (masks, tables) and the `given` parameters stay where they are. A CUDA graph keeps
+    the memory of its step anyway, so under capture nothing moves.
+    """
+    devices = {}
+    for i in range(given, len(tensors)):
+        if needs[i] and tensors[i].is_cuda and not torch.cuda.is_current_stream_capturing():
+            devices[i] = tensors[i].device
+            tensors[i] = tensors[i].to("cpu", non_blocking=True)
+    return devices
 
 
 class _RematBackward(torch.autograd.Function):

@@ -115,7 +115,13 @@ def _foreign_forwards(model: nn.Module, state: ModelState) -> set[int]:
     ours = {id(change.ours) for change in changes}
     beneath = {id(c.owner) for c in changes if c.before is not MISSING and id(c.before) not in ours}
     own = ((id(module), vars(module).get("forward")) for module in model.modules())
-    return beneath | {module for module, forward in own if forward is not None and id(forward) not in ours}
+    theirs = {m for m, forward in own if forward is not None and id(forward) not in ours and not _policy(forward)}
+    return beneath | theirs
+
+
+def _policy(forward: object) -> bool:
+    """Whether this is a forward that `opake.checkpoint` runs again in the backward."""
+    return getattr(getattr(forward, "__func__", None), "opake_policy", False)
 
 
 def row_independent(model: nn.Module) -> str | None:

@@ -1,0 +1,202 @@
+"""Checkpointing of whole models as users switch it on: policies between nothing and every layer, and every argument."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from opake.checking.tiny import tiny_config, tiny_model
+from opake.checkpoint import rematerialise, selective_checkpointing
+from opake.checkpoint.guard import RematCheckpoint
+from opake.errors import InputError, OptionTypeError
+from opake.functional import per_example_grads
+from opake.patches import apply_model_patches, apply_runtime_patches, restore_runtime
+from opake.testing.live import peak_live_bytes
+from opake.testing.oracle import model_loop_gradients, relative_error
+
+LAYERS = 4
+# stock experts loop over the rows where no family serves them; that is another page
+LOOPS = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:no family for")
+
+
+def built(**options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **options)).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def batch(T: int = 16) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 61, (3, T), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def gradients(model: Any, rows: dict[str, torch.Tensor], engine: str = "vmap") -> dict[str, torch.Tensor]:
+    params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return per_example_grads(model, engine=engine)(params, **rows)
+
+
+def enabler(model: Any) -> Callable[..., None]:
+    """What switches checkpointing on, under its newest name."""
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    return getattr(model, f"{kind}_checkpointing_enable")
+
+
+POLICIES = [
+    {},
+    {"every": 2},
+    {"every": LAYERS + 1},
+    {"part": "attention"},
+    {"part": "attention", "every": 3},
+    {"save_on_cpu": True},
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_policies_do_not_change_gradients_and_are_taken_back(policy: dict[str, Any]) -> None:
+    model, rows = built(), batch()
+    want = model_loop_gradients(model, **rows)
+    apply_model_patches(model)
+    before = [dict(vars(m)) for m in model.modules()]
+    with selective_checkpointing(model, **policy) as selected:
+        expected = range(0, LAYERS, policy.get("every", 1))
+        suffix = ".self_attn" if policy.get("part") == "attention" else ""
+        assert selected.sites == tuple(f"model.layers.{i}{suffix}" for i in expected)
+        assert relative_error(gradients(model, rows), want) < 5e-6
+        # ordinary training follows the policy too
+        assert relative_error(model_loop_gradients(model, **rows), want) < 5e-6
+    for module, kept in zip(model.modules(), before, strict=True):
+        assert {k: v for k, v in vars(module).items() if k != "_opake_notes"}.keys() == kept.keys()
+    selected.undo()
+
+
+@pytest.mark.parametrize("engine", ["vmap", "batched"])
+def test_peaks_are_strictly_ordered(engine: str) -> None:
+    rows = batch(64)
+    peaks = {}
+    for name, policy in {"none": None, "attention": {"part": "attention"}, "half": {"every": 2}, "all": {}}.items():
+        model = built()
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in key)
+        apply_model_patches(model, rms_norm=True)
+        if policy is not None:
+            selective_checkpointing(model, **policy)
+        peaks[name] = peak_live_bytes(functools.partial(gradients, model, rows, engine))
+    assert peaks["none"] > peaks["half"] > peaks["all"]
+    assert peaks["none"] > peaks["attention"] > peaks["all"]
+
+
+def test_what_flows_into_a_part_is_sent_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Size] = []
+
+    def send(tensors: list[torch.Tensor], needs: Any, given: int) -> dict[int, torch.device]:
+        away = {i: t.device for i, t in enumerate(tensors) if i >= given and needs[i]}
+        for i in away:
+            sent.append(tensors[i].shape)
+            tensors[i] = tensors[i].clone()
+        return away
+
+    monkeypatch.setattr(rematerialise, "_send_away", send)
+    model, rows = built(), batch()
+    want = model_loop_gradients(model, **rows)
+    apply_model_patches(model)
+    selective_checkpointing(model, save_on_cpu=True)
+    assert relative_error(gradients(model, rows), want) < 5e-6
+    # the hidden states of each layer and nothing that layers share
+    assert [tuple(shape[-2:]) for shape in sent] == [(16, 32)] * LAYERS
+
+
+def test_transformers_own_policies_reach_transforms() -> None:
+    model, rows = built(), batch()
+    enable = enabler(model)
+    if "every_n_layers" not in inspect.signature(enable).parameters:
+        pytest.skip("this Transformers has no policies of its own")
+    want = model_loop_gradients(model, **rows)
+    apply_model_patches(model)
+    enabler(model)(every_n_layers=2, offload=True)
+    wrapped = [vars(layer).get("_gradient_checkpointing_func") for layer in model.model.layers]
+    assert all(isinstance(w, RematCheckpoint) and w.away for w in wrapped if w is not None)
+    assert any(w is not None for w in wrapped)
+    assert [layer.gradient_checkpointing for layer in model.model.layers].count(True) == LAYERS // 2
+    assert relative_error(gradients(model, rows), want) < 5e-6
+
+
+@pytest.mark.parametrize("arguments", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
+@pytest.mark.parametrize("kind", ["full", "peft", "frozen", pytest.param("moe", marks=LOOPS)])
+@pytest.mark.parametrize("before", [True, False])
+def test_every_argument_and_kind_of_model(kind: str, arguments: dict[str, Any] | None, before: bool) -> None:
+    model: Any = tiny_model(tiny_config("mixtral"), attention="sdpa").train() if kind == "moe" else built()
+    if kind == "peft":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    if kind == "frozen":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("v_proj" in name)
+    if kind == "moe":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("experts" not in name)
+    rows = batch()
+    want = model_loop_gradients(model, **rows)
+    if before:
+        enabler(model)(arguments)
+    apply_model_patches(model)
+    if not before:
+        enabler(model)(arguments)
+    assert relative_error(gradients(model, rows), want) < 5e-6
+
+
+@pytest.mark.parametrize("policy", [{}, {"part": "attention"}, {"every": 2}], ids=str)
+def test_dropout_is_replayed(policy: dict[str, Any]) -> None:
+    model, rows = built(attention_dropout=0.3), batch()
+    apply_model_patches(model)
+    torch.manual_seed(3)
+    want = gradients(model, rows)
+    with selective_checkpointing(model, **policy):
+        torch.manual_seed(3)
+        got = gradients(model, rows)
+    assert relative_error(got, want) < 5e-6
+    torch.manual_seed(4)
+    assert relative_error(gradients(model, rows), want) > 1e-2
+
+
+def test_without_the_flag_torch_stays_as_it_was() -> None:
+    stock = torch.utils.checkpoint.checkpoint
+    apply_runtime_patches(vmap_checkpointing=False)
+    try:
+        assert torch.utils.checkpoint.checkpoint is stock
+    finally:
+        restore_runtime()
+    model = built()
+    enabler(model)()
+    held = [vars(m).get("_gradient_checkpointing_func") for m in model.modules()]
+    apply_model_patches(model, vmap_checkpointing=False)
+    assert [vars(m).get("_gradient_checkpointing_func") for m in model.modules()] == held
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"every": 0}, InputError, "every is at least 1"),
+        ({"every": 1.5}, OptionTypeError, "number of layers"),
+        ({"part": "mlp"}, InputError, "layer, attention"),
+    ],
+)
+def test_wrong_policies(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        selective_checkpointing(built(), **options)
+    with pytest.raises(InputError, match="no layers"):
+        selective_checkpointing(torch.nn.Linear(2, 2))
