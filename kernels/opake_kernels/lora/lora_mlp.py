@@ -24,7 +24,7 @@ from .gate_kernels import MAX_RANK, gate_backward
 from .lora_w import lora_w_reference
 from .products import cast, group_product
 from .projections import Projections, gather
-from .rows import flat_rows, group_count, like_groups, trace
+from .rows import flat_rows, group_count, like_groups, trace, unflat_rows
 
 __all__ = ["lora_mlp_reference", "opake_lora_mlp"]
 
@@ -65,8 +65,9 @@ def _forward(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     inner, outer = _gathered(weights[0::3], weights[1::3], weights[2::3], scalings, groups, x)
     (gate, up), Z = projections.forward(flat_rows(x), inner, (None, None))
     (y,), Zd = projections.forward(activated(gate, up, act), outer, (None,))
-    y, *kept = (t.view(*x.shape[:-1], t.shape[1]) for t in (y, gate, up, Z, Zd))
-    return y, trace(x, groups), *kept
+    lead = x.shape[:-1]
+    kept = [t.view(*lead, t.shape[1]) for t in (gate, up, Z, Zd)]
+    return unflat_rows(y, lead), trace(x, groups), *kept
 
 
 def _gathered(

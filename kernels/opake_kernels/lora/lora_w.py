@@ -18,7 +18,7 @@ from opake_kernels.fold import ROWS, SHARED, function_pair
 from . import projections
 from .arguments import check_precision, check_projections, leading_axis, takes_twin, with_axis
 from .products import fold_weight
-from .rows import flat_rows, group_count, like_groups, trace
+from .rows import flat_rows, group_count, like_groups, trace, unflat_rows
 
 __all__ = ["lora_w_reference", "opake_lora_w", "projection_pair"]
 
@@ -56,7 +56,7 @@ def _forward(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     biases = [None if b is None else fold_weight(b, groups, x) for b in weights[3::4]]
     outputs, Z = projections.forward(flat_rows(x), p, biases)
     lead = x.shape[:-1]
-    return *[y.view(*lead, y.shape[1]) for y in outputs], trace(x, groups), Z.view(*lead, Z.shape[1])
+    return *[unflat_rows(y, lead) for y in outputs], trace(x, groups), Z.view(*lead, Z.shape[1])
 
 
 def _backward(

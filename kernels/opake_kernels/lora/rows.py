@@ -7,12 +7,17 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["flat_rows", "group_count", "like_groups", "trace"]
+__all__ = ["flat_rows", "group_count", "like_groups", "trace", "unflat_rows"]
 
 
 def flat_rows(x: torch.Tensor) -> torch.Tensor:
     """(*groups, ..., C) -> contiguous (N, C): a strided or expanded one would be copied by every product."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
+
+
+def unflat_rows(y: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
+    """(N, C) -> (*lead, C) as a tensor of its own: the user of an output may write into it, as models do."""
+    return torch.ops.aten._unsafe_view(y, [*lead, y.shape[1]])
 
 
 def group_count(x: torch.Tensor, groups: int) -> int:
