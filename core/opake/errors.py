@@ -14,14 +14,18 @@ OpakeError
 ├── UnknownOption (TypeError)               a keyword that no patch knows
 ├── OptionTypeError (TypeError)             a known keyword with a value of the wrong type
 ├── PatchError (RuntimeError)               a patch cannot be put on
-│   └── RestoreConflict                     somebody else's change lies on top of ours
+│   ├── RestoreConflict                     somebody else's change lies on top of ours
+│   ├── SeveralAdapters (AssertionError)    one active adapter is needed, and there are more
+│   └── ProjectionsNotFound (AssertionError)  an attention without projections of a known kind
 ├── UnsupportedModel (TypeError)            not a model that opake can patch
+│   └── UnsupportedModelType (NotImplementedError)  a model that is built in an unknown way
 ├── InputError (ValueError)                 a tensor, shape or argument that the function cannot take
 ├── EngineUnavailable (NotImplementedError) the engine asked for cannot serve this target
 ├── MissingDependency (ImportError)         an optional package or device is needed and absent
 └── AttentionClassNotFound (ValueError, ImportError)  a model without the attention class that was asked for
 
 OpakeWarning (UserWarning)
+├── NotFusedWarning                         a layer that was to be fused keeps its own forward
 ├── GenericFamilyWarning                    an unregistered model_type gets the generic patches only
 └── ChangedInterfaceWarning                 an installed library no longer has an interface that patching stands on
 """
@@ -69,8 +73,20 @@ class RestoreConflict(PatchError):
     """A patch cannot be taken off, because somebody else's change lies on top of it."""
 
 
+class SeveralAdapters(PatchError, AssertionError):
+    """One active adapter is needed, and there are more."""
+
+
+class ProjectionsNotFound(PatchError, AssertionError):
+    """An attention module without projections of a known kind."""
+
+
 class UnsupportedModel(OpakeError, TypeError):
     """Not a model that opake can patch."""
+
+
+class UnsupportedModelType(UnsupportedModel, NotImplementedError):
+    """A model that is built in a way for which there is no patch."""
 
 
 class InputError(OpakeError, ValueError):
@@ -91,6 +107,10 @@ class AttentionClassNotFound(OpakeError, ValueError, ImportError):
 
 class OpakeWarning(UserWarning):
     """Root of every warning that opake gives."""
+
+
+class NotFusedWarning(OpakeWarning):
+    """A layer that was to be fused keeps its own forward."""
 
 
 class GenericFamilyWarning(OpakeWarning):

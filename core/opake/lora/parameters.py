@@ -2,8 +2,8 @@
 
 PEFT puts the adapted weight in place with `torch.nn.utils.parametrize`, which writes into tensors that a transform has
 captured. Inside one, the same sum takes the place of the parameter for the length of the call instead; elsewhere PEFT's
-own code runs. The adapted weight is as large as the stack, for each example: a low-rank product inside the experts' own
-kernels is left out.
+own code runs. Such a weight is as large as the stack, for each example. Where the experts are computed by `opake_moe`
+they are handed the factors, in and out of transforms, and no sum is formed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from opake.experts import adapters
 from opake.patching.instance import untouched, wrap_method
 from opake.patching.undo import Skip, Undo
 from opake.transforms import inside_transform
@@ -40,7 +41,12 @@ def _forward(inner: Callable[..., Any], self: Any, x: torch.Tensor, *args: Any, 
     active = [] if self.disable_adapters or self.merged else [a for a in self.active_adapters if a in self.lora_A]
     # a mixed batch is refused by PEFT; fp8 is added in another precision than that of the parameter
     plain = "adapter_names" not in kwargs and self.get_param().dtype.itemsize > 1
-    if not active or not plain or not inside_transform():
+    if not active or not plain:
+        return inner(self, x, *args, **kwargs)
+    if adapters.takes(self.get_base_layer(), self.parameter_name):
+        with adapters.handed(self.get_base_layer(), self.parameter_name, adapters.factors(self, active)):
+            return self.base_layer(x, *args, **kwargs)
+    if not inside_transform():
         return inner(self, x, *args, **kwargs)
     weight = self.get_param()
     for adapter in active:

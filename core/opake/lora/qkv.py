@@ -87,7 +87,7 @@ def fits(record: FuseQKV, module: nn.Module) -> Skip | None:
 
 def apply(record: FuseQKV, module: nn.Module) -> Undo:
     members = tuple(module._modules[name] for name in NAMES)
-    changes = [put(module, _KEY, members), wrap_method(module, "forward", _scoped)]
+    changes = [put(module, _KEY, members), wrap_method(module, "forward", scoped)]
     return Undo(changes + [wrap_method(member, "forward", _projected) for member in members])
 
 
@@ -99,7 +99,20 @@ def axis_parameters(record: FuseQKV, module: nn.Module) -> frozenset[str]:
     return names & frozenset(name for name, _ in module.named_parameters())
 
 
-def _scoped(inner: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def is_fused(module: nn.Module) -> bool:
+    """Whether the record is applied to this attention module."""
+    return _KEY in vars(module)
+
+
+class Loose:
+    """Stands for an attention module in a `Scope`, where nothing is to be kept on the module itself."""
+
+    def __init__(self, members: tuple[nn.Module, ...]) -> None:
+        self._modules = dict(zip(NAMES, members, strict=True))
+        vars(self)[_KEY] = members
+
+
+def scoped(inner: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return inner(self, *args, **kwargs)
     before = getattr(_open, "scope", None)

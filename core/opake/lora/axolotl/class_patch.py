@@ -1,0 +1,128 @@
+"""`patch_self_attn_lora`: fused LoRA for every instance of one attention class, by the only change to a class there is.
+
+The class gets a forward that hands the original one a view of the instance, in which the projections with adapters are
+fused. Nothing is kept on instances; those without adapters run the original on themselves. So nothing depends on how
+the forward is written, and taking it back is putting one function back.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from opake.errors import ProjectionsNotFound, RestoreConflict
+from opake.lora.layers import is_projection
+from opake.patching.undo import Undo, conflicts, put
+
+from .attention_class import get_attention_cls_from_config
+from .originals import OUTPUTS
+from .settings import switch
+from .view import carry_back, view_of
+
+INPUTS = re.compile(
+    r"(q|k|v|qkv|kv|query|key|value|c_attn|q_attn|query_key_value|in_proj|w_?(q|k|v|qkv|pack))(_|$|[abln])", re.I
+)
+
+
+@dataclass(slots=True, eq=False)
+class ClassPatch:
+    """The change to one class. `on` is looked at in each forward, by closures that outlive a restore too."""
+
+    undo: Undo
+    on: bool = True
+
+
+_patched: dict[type, ClassPatch] = {}
+
+
+def patch_self_attn_lora(cfg: Any) -> None:
+    """Fuse the LoRA projections of every instance of the attention class of `cfg.base_model`, present and future.
+
+    cfg: a mapping or an object with base_model; lora_qkv_kernel or lora_o_kernel set to False leaves those out
+
+    This class alone changes: `forward`, and `_original_forward`, which is the function that was there. A second call
+    does nothing. `restore(cls)` takes it back. Where there is a model already, `apply_lora_kernel_patches` does the
+    same for that model only.
+
+    Raises:
+        InputError, AttentionClassNotFound: as of `get_attention_cls_from_config`.
+        ProjectionsNotFound (an AssertionError): the class has no projections of a known kind. Nothing has changed then.
+    """
+    parts = tuple(key for key in ("qkv", "o") if switch(cfg, f"lora_{key}_kernel") is not False)
+    cls = get_attention_cls_from_config(cfg)
+    if cls in _patched:
+        return
+    _require_projections(cls)
+    patch = ClassPatch(Undo())
+    inner: Any = cls.forward
+    ours = _around(inner, patch, parts)
+    where = f"{cls.__module__}.{cls.__qualname__}"
+    patch.undo.changes.append(put(cls, "_original_forward", inner, where=f"{where}._original_forward"))
+    patch.undo.changes.append(put(cls, "forward", ours, where=f"{where}.forward"))
+    _patched[cls] = patch
+
+
+def restore(cls: type) -> None:
+    """Take the change to one class back; a class that was not patched is left alone."""
+    patch = _patched.get(cls)
+    if patch is None:
+        return
+    if clashes := conflicts([patch.undo]):
+        raise RestoreConflict(f"{cls.__qualname__} cannot be restored: {clashes[0]}; take that change off first")
+    patch.undo()
+    patch.on = False
+    del _patched[cls]
+
+
+def restore_all() -> None:
+    """Take the changes to all classes back."""
+    for cls in list(_patched):
+        restore(cls)
+
+
+def _around(inner: Callable[..., Any], patch: ClassPatch, parts: tuple[str, ...]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        adapted = patch.on and any(is_projection(member) for member in self._modules.values())
+        if not adapted or torch.compiler.is_compiling():
+            return inner(self, *args, **kwargs)
+        view = view_of(self, parts)
+        try:
+            return inner(view, *args, **kwargs)
+        finally:
+            carry_back(view, self)
+
+    return forward
+
+
+def _require_projections(cls: type) -> None:
+    """Refuse a class whose constructors make no projection of queries, keys and values, or none of the output."""
+    made = _attributes_made(cls)
+    inputs, outputs = [name for name in made if INPUTS.match(name)], made & set(OUTPUTS)
+    if not inputs or not outputs:
+        lacking = "query, key and value" if not inputs else "the output"
+        raise ProjectionsNotFound(
+            f"{cls.__module__}.{cls.__qualname__} makes no projection of {lacking} under a known name; it makes "
+            f"{', '.join(sorted(made)) or 'nothing'}. Patch the loaded model with apply_lora_kernel_patches(model, cfg)"
+        )
+
+
+def _attributes_made(cls: type) -> set[str]:
+    """Names of the attributes that the constructors of a class set."""
+    makers = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base) and base is not nn.Module]
+    codes = [inspected.__code__ for maker in makers if isinstance(inspected := _plain(maker), FunctionType)]
+    return {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+
+
+def _plain(fn: Any) -> Any:
+    while hasattr(fn, "__wrapped__"):
+        fn = fn.__wrapped__
+    return fn

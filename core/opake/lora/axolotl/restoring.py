@@ -1,0 +1,45 @@
+"""`restore`: take back what the functions of this package did to a model, to a class, or everywhere."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from opake.errors import UnsupportedModel
+from opake.patching import state
+from opake.patching.chosen import undo_records
+from opake.records import Record
+
+from . import class_patch
+from .kernels import SOURCE
+from .records import KernelProjection, KernelRecord, Kernels
+
+
+def restore(target: nn.Module | type[nn.Module] | None = None) -> None:
+    """Undo, `is`-identical; a target that was never patched here is left alone.
+
+    target: a model (what `apply_lora_kernel_patches` did to it; patches of `opake.patches` stay), an attention class
+        (what `patch_self_attn_lora` did to it), or None: every model, deep copies too, and every class
+
+    Raises:
+        RestoreConflict: somebody put something on top of ours since; that target is unchanged.
+        UnsupportedModel (a TypeError): neither a model nor a class.
+    """
+    if target is None:
+        for model in _models():
+            undo_records(model, _is_ours, SOURCE)
+        class_patch.restore_all()
+    elif isinstance(target, type):
+        class_patch.restore(target)
+    elif isinstance(target, nn.Module):
+        undo_records(target, _is_ours, SOURCE)
+    else:
+        raise UnsupportedModel(f"restore takes a model, an attention class or None, got {type(target).__name__}")
+
+
+def _is_ours(record: Record) -> bool:
+    return isinstance(record, KernelRecord | KernelProjection)
+
+
+def _models() -> list[nn.Module]:
+    applied = (entry for each in list(state._live) for entry in each.applied)
+    return [entry.module for entry in applied if isinstance(entry.record, Kernels)]
