@@ -15,9 +15,12 @@ from torch import nn
 
 from opake.errors import AttentionClassNotFound
 
-from .originals import COMBINED, OUTPUTS
+from .made import attributes_made, projects_in
+from .originals import OUTPUTS
 from .settings import base_model, setting
+from .sites import decoder_of
 
+ATTENTION = re.compile(r"attention|attn|MLA$", re.IGNORECASE)
 SUFFIXES = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel|GenerationDecoder)$")
 
 
@@ -37,15 +40,24 @@ def get_attention_cls_from_config(cfg: Any) -> type[nn.Module]:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust)
     except (ValueError, KeyError) as error:
         raise AttentionClassNotFound(_message(name, f"its config cannot be read: {error}")) from error
-    text = _text_config(config)
-    if trust and getattr(config, "auto_map", None):
+    named = None
+    if not (trust and getattr(config, "auto_map", None)):
+        named = _by_name(_text_type(config))
+        if named is not None and projects_in(named):
+            return named
+    try:
         return _by_building(name, config, trust)
-    return _by_name(text.model_type) or _by_building(name, text, trust)
+    except AttentionClassNotFound:
+        if named is None:
+            raise
+        return named
 
 
-def _text_config(config: Any) -> Any:
-    probe = getattr(type(config), "get_text_config", None)
-    return config.get_text_config() if probe is not None else config
+def _text_type(config: Any) -> str:
+    """The model type of the text part of a model."""
+    if hasattr(type(config), "get_text_config"):
+        return config.get_text_config(decoder=True).model_type
+    return config.model_type
 
 
 def _by_name(model_type: str) -> type[nn.Module] | None:
@@ -61,8 +73,9 @@ def _by_name(model_type: str) -> type[nn.Module] | None:
     except ImportError:
         return None
     first = causal if isinstance(causal, str) else causal[0]
-    found = getattr(modeling, SUFFIXES.sub("", first) + "Attention", None)
-    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
+    stem = SUFFIXES.sub("", first)
+    found = (getattr(modeling, f"{stem}{middle}Attention", None) for middle in ("", "Text"))
+    return next((cls for cls in found if isinstance(cls, type) and issubclass(cls, nn.Module)), None)
 
 
 def _by_building(name: str, config: Any, trust: bool) -> type[nn.Module]:
@@ -78,15 +91,12 @@ def _by_building(name: str, config: Any, trust: bool) -> type[nn.Module]:
         raise AttentionClassNotFound(
             _message(name, f"a model of model_type {kind!r} cannot be built: {type(error).__name__}: {error}")
         ) from error
-    for module in model.modules():
-        if re.search("attention|attn", type(module).__name__, re.IGNORECASE) and _projects(module):
-            return type(module)
+    kinds = dict.fromkeys(type(module) for module in decoder_of(model).modules())
+    found = [kind for kind in kinds if ATTENTION.search(kind.__name__) and projects_in(kind)]
+    if found:
+        # some models have small attentions beside the one that counts, without an output projection
+        return next((kind for kind in found if attributes_made(kind) & set(OUTPUTS)), found[0])
     raise AttentionClassNotFound(_message(name, f"{type(model).__name__} has no attention with projections"))
-
-
-def _projects(module: nn.Module) -> bool:
-    names = module._modules.keys()
-    return bool(names & set(OUTPUTS)) and bool(names & {"q_proj", "k_proj", *COMBINED} or len(names) > 1)
 
 
 def _message(name: str, reason: str) -> str:

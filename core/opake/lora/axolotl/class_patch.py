@@ -7,29 +7,22 @@ the forward is written, and taking it back is putting one function back.
 
 from __future__ import annotations
 
-import dis
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
 
 from opake.errors import ProjectionsNotFound, RestoreConflict
 from opake.lora.layers import is_projection
 from opake.patching.undo import Undo, conflicts, put
 
 from .attention_class import get_attention_cls_from_config
+from .made import attributes_made, projects_in
 from .originals import OUTPUTS
 from .settings import switch
 from .view import carry_back, view_of
-
-INPUTS = re.compile(
-    r"(q|k|v|qkv|kv|query|key|value|c_attn|q_attn|query_key_value|in_proj|w_?(q|k|v|qkv|pack))(_|$|[abln])", re.I
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,24 +98,11 @@ def _around(inner: Callable[..., Any], patch: ClassPatch, parts: tuple[str, ...]
 
 def _require_projections(cls: type) -> None:
     """Refuse a class whose constructors make no projection of queries, keys and values, or none of the output."""
-    made = _attributes_made(cls)
-    inputs, outputs = [name for name in made if INPUTS.match(name)], made & set(OUTPUTS)
+    made = attributes_made(cls)
+    inputs, outputs = projects_in(cls), made & set(OUTPUTS)
     if not inputs or not outputs:
         lacking = "query, key and value" if not inputs else "the output"
         raise ProjectionsNotFound(
             f"{cls.__module__}.{cls.__qualname__} makes no projection of {lacking} under a known name; it makes "
             f"{', '.join(sorted(made)) or 'nothing'}. Patch the loaded model with apply_lora_kernel_patches(model, cfg)"
         )
-
-
-def _attributes_made(cls: type) -> set[str]:
-    """Names of the attributes that the constructors of a class set."""
-    makers = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base) and base is not nn.Module]
-    codes = [inspected.__code__ for maker in makers if isinstance(inspected := _plain(maker), FunctionType)]
-    return {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
-
-
-def _plain(fn: Any) -> Any:
-    while hasattr(fn, "__wrapped__"):
-        fn = fn.__wrapped__
-    return fn

@@ -15,7 +15,8 @@ from opake.lora.canonical import COMBINED, parts_of
 from opake.lora.wrapper import AdapterWrapper
 
 QKV = ("q_proj", "k_proj", "v_proj")
-OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo", "proj", "output_proj", "Wo", "out", "linear_out")
+OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo", "proj", "output_proj", "Wo", "out", "linear_out", "o_b_proj")
+OUTPUTS += ("attention_out",)
 
 
 def original_apply_qkv(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
