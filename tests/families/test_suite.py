@@ -87,6 +87,8 @@ def records(hf):
     yield Remember(hf.LlamaMLP)
 """
 
+# a run inside a worker of pytest-xdist would make this plugin warn, where somebody has it
+QUIET = ("-p", "no:benchmark")
 SUITE = """
 from opake.testing import FamilySuite
 
@@ -155,7 +157,7 @@ def test_a_second_claim_is_found() -> None:
 
 def test_what_a_suite_leaves_out_is_skipped_with_its_reason(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_family=SUITE)
-    result = pytester.runpytest_inprocess("-p", "opake.testing", "-q", "-rs", "-k", "test_deepcopy")
+    result = pytester.runpytest_inprocess(*QUIET, "-p", "opake.testing", "-q", "-rs", "-k", "test_deepcopy")
     assert result.parseoutcomes()["skipped"] == 1
     result.stdout.fnmatch_lines(["SKIPPED*its own reason"])
 
@@ -163,7 +165,7 @@ def test_what_a_suite_leaves_out_is_skipped_with_its_reason(pytester: pytest.Pyt
 def test_the_run_says_which_cells_it_takes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cells.PART, "2026-W07")
     pytester.makepyfile(test_family=SUITE)
-    result = pytester.runpytest_inprocess("-p", "opake.testing", "--collect-only", "-q", "-v", "-m", "not slow")
+    result = pytester.runpytest_inprocess(*QUIET, "-p", "opake.testing", "--collect-only", "-q", "-v", "-m", "not slow")
     result.stdout.fnmatch_lines([f"opake: part 2026-W07*{cells.PART}=2026-W07 repeats it*"])
     taken = [line for line in result.outlines if "test_per_example_gradients" in line]
     assert len(taken) == len(cells.chosen("TestFamily", cells.grid(["sdpa"]), "2026-W07"))

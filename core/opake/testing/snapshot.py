@@ -56,6 +56,9 @@ def _note_contents(found: Snapshot, place: Place, value: dict[Any, Any] | type) 
     elif _is_theirs(value.__module__):
         place = (value.__module__, value.__qualname__)
         for key, attribute in list(vars(value).items()):
+            if key == "__slotnames__" or key.endswith("_cached_value"):
+                # what `copy` and Transformers remember about a class when it is first used, by whomever
+                continue
             found[(*place, key)] = attribute
             if isinstance(attribute, dict):
                 _note_entries(found, (*place, key), attribute)
