@@ -12,7 +12,7 @@ import typer
 
 from opake import __version__
 from opake.bench import cli as bench
-from opake.cli import demo, doctor, families, train
+from opake.cli import demo, doctor, explain, families, train
 from opake.cli.output import fail, group
 from opake.errors import InputError, OpakeError, OptionTypeError, UnknownFamily, UnknownOption
 
@@ -22,6 +22,7 @@ app = group(name="opake", help="Exact per-example gradients and fused kernels fo
 app.add_typer(families.app, name="families")
 app.add_typer(bench.app, name="bench")
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
+app.command("explain", epilog=explain.EPILOG)(explain.explain)
 app.command("demo", epilog=demo.EPILOG)(demo.demo)
 app.command("train", epilog=train.EPILOG)(train.train)
 
