@@ -72,13 +72,13 @@ class _Expert:
     down: torch.Tensor
     gate_up_bias: Optional
     down_bias: Optional
-    A: Optional
-    B: Optional
-    A_down: Optional
-    B_down: Optional
+    A: Any
+    B: Any
+    A_down: Any
+    B_down: Any
     scalings: tuple[float, float]
 
-    def gate_and_up(self, x: torch.Tensor) -> tuple[Optional, torch.Tensor]:
+    def gate_and_up(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """(the narrow side of the adapter, gate and up)."""
         z, both = _affine(x, self.gate_up.mT, self.A, self.B, self.scalings[0])
         return z, both if self.gate_up_bias is None else both + self.gate_up_bias
@@ -108,7 +108,7 @@ def _expert_backward(
         "gate_up_bias": lambda: dgu.sum(1),
         "down_bias": lambda: dy.sum(1),
         "A": lambda: x.mT @ dz,
-        "B": lambda: z.mT @ dgu if z is not None else None,
+        "B": lambda: z.mT @ dgu,
         "A_down": lambda: hidden.mT @ (z_down * share).to(d.dtype),
         "B_down": lambda: (hidden @ one.A_down * one.scalings[1]).mT @ dy,
     }
@@ -122,7 +122,8 @@ def _count(w: Weights, x: torch.Tensor) -> int:
 
 
 def _expert(w: Weights, e: int, x: torch.Tensor) -> _Expert:
-    return _Expert(*[_of(getattr(w, name), w.shared, e, x.shape[0]) for name in NAMES], w.scalings)
+    named = {name: _of(getattr(w, name), w.shared, e, x.shape[0]) for name in NAMES}
+    return _Expert(**named, scalings=w.scalings)
 
 
 def _of(stack: Optional, shared: bool, e: int, G: int) -> Any:
@@ -136,9 +137,7 @@ def _turned(factor: Optional) -> Optional:
     return None if factor is None else factor.mT
 
 
-def _affine(
-    x: torch.Tensor, W: torch.Tensor, A: Optional, B: Optional, scaling: float
-) -> tuple[Optional, torch.Tensor]:
+def _affine(x: torch.Tensor, W: torch.Tensor, A: Optional, B: Optional, scaling: float) -> tuple[Any, torch.Tensor]:
     """(z, x W + z B) with z = scaling * x A."""
     if A is None or B is None:
         return None, x @ W

@@ -45,13 +45,13 @@ def _tile(rows_an_expert: float, N: int, K: int, gated: bool) -> Tile:
         return Tile(16, 16, 16, 1, 1)
     BM = 128 if rows_an_expert > 64 else 64 if rows_an_expert > 16 else 16
     BK = 64 if K >= 64 else 32
-    wide = 128 if gated else 256
-    BN = min(wide, max(32, next_power_of_2(N)))
+    BN = min(128 if gated else 256, max(32, next_power_of_2(N)))
     if BM == 16:
         return Tile(BM, min(BN, 64), BK, 4, 4)
     if BM == 64:
         return Tile(BM, min(BN, 64 if gated else 128), BK, 4, 4)
-    return Tile(BM, BN, BK, 8 if BN * (2 if gated else 1) > 64 else 4, 3)
+    wide = BN == 256 and not gated
+    return Tile(BM, BN, BK, 8 if BN * (2 if gated else 1) > 64 else 4, 4 if wide else 3)
 
 
 class Fused:
@@ -76,11 +76,6 @@ class Fused:
             )  # fmt: skip
             self.tiles[BM] = made, count
         return self.tiles[BM]
-
-    def _gate_arguments(self, N: int, K: int) -> tuple[Tile, torch.Tensor, int, int]:
-        tile = _tile(self.S / self.w.sizes[0], N, K, True)
-        made, count = self._map(tile.BM)
-        return tile, made, count, cdiv(N, tile.BN)
 
     def _shared_meta(self, like: torch.Tensor, K: int, BK: int, rank: int) -> dict[str, Any]:
         return {
@@ -136,28 +131,26 @@ class Fused:
 
     def hidden(self, x: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
         """act(gate) * up of the sorted rows."""
+        return self._gate(x, z, active=True)
+
+    def _gate(self, x: torch.Tensor, z: torch.Tensor | None, active: bool) -> torch.Tensor:
+        """act(gate) * up (S, I) if `active`, else gate and up (S, 2I)."""
         w = self.w
         _, I, H = w.sizes
-        tile, made, count, NB = self._gate_arguments(I, H)
-        out = torch.empty(self.S, I, dtype=x.dtype, device=x.device)
+        tile = _tile(self.S / w.sizes[0], I, H, True)
+        made, count = self._map(tile.BM)
+        NB = cdiv(I, tile.BN)
+        out = torch.empty(self.S, I if active else 2 * I, dtype=x.dtype, device=x.device)
+        factor = w.gate_up if w.B is None else w.B.mT
         launch(
-            gate_forward_kernel, (count * NB,), x, *self._gate_tensors(x, z), self.r.perm, made, out, count, NB,
-            self.r.K, H, I,
-            x.stride(0), *self._gate_strides(z), self.act.alpha, self.act.limit, self.act.offset,
+            gate_forward_kernel, (count * NB,), x, x, w.gate_up, x if w.gate_up_bias is None else w.gate_up_bias,
+            x if z is None else z, factor, self.r.perm, made, out, count, NB, self.r.K, H, I, x.stride(0),
+            *w.gate_up.stride(), *factor.stride(), self.act.alpha, self.act.limit, self.act.offset,
             KIND=kernel_kind(self.act, x.dtype), CLAMP=bool(self.act.limit), HAS_BIAS=w.gate_up_bias is not None,
-            PAIRED=self.paired, **self._shared_meta(x, H, tile.BK, 0 if z is None else z.shape[1]), **tile.meta(),
+            PAIRED=self.paired, ACTIVE=active, WHOLE=I % tile.BN == 0,
+            **self._shared_meta(x, H, tile.BK, 0 if z is None else z.shape[1]), **tile.meta(),
         )  # fmt: skip
         return out
-
-    def _gate_tensors(self, x: torch.Tensor, z: torch.Tensor | None) -> Sequence[torch.Tensor]:
-        w = self.w
-        bias = x if w.gate_up_bias is None else w.gate_up_bias
-        return x, w.gate_up, bias, x if z is None else z, w.gate_up if w.B is None else w.B
-
-    def _gate_strides(self, z: torch.Tensor | None) -> tuple[int, ...]:
-        w, b = self.w.gate_up, self.w.B
-        factor = (0, 0, 0) if b is None else (b.stride(0), b.stride(2), b.stride(1))
-        return (*w.stride(), *factor)
 
     def gate_gradients(
         self,
@@ -169,27 +162,20 @@ class Fused:
         need_hidden: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Gradient of gate and up (S, 2I), the activation (S, I) if wanted, and d weight (S) in slot order."""
-        w = self.w
-        _, I, H = w.sizes
-        tile, made, count, NB = self._gate_arguments(I, H)
-        dgu = torch.empty(self.S, 2 * I, dtype=x.dtype, device=x.device)
-        hidden = torch.empty(self.S, I, dtype=x.dtype, device=x.device) if need_hidden else None
-        part = torch.empty(NB, self.S, dtype=torch.float32, device=x.device)
-        down, a_down = w.down, w.A_down
-        m = (0, 0, 0) if a_down is None else (a_down.stride(0), a_down.stride(1), a_down.stride(2))
-        meta = self._shared_meta(x, H, tile.BK, 0 if z is None else z.shape[1])
-        ranks = [t.shape[1] for t in (z, z_down) if t is not None]
-        meta["BR"] = max(16, min(64, next_power_of_2(max(ranks, default=1))))
+        w, I = self.w, self.w.sizes[1]
+        low_rank = None if z_down is None or w.A_down is None else (z_down, w.A_down.mT)
+        dh = self.rows(d, w.down, low_rank=low_rank, gather=True)
+        gu = self._gate(x, z, active=False)
+        hidden = torch.empty_like(dh) if need_hidden else None
+        dw = torch.empty(self.S, dtype=torch.float32, device=x.device)
+        block = min(1024, next_power_of_2(I))
         launch(
-            gate_backward_kernel, (count * NB,), x, *self._gate_tensors(x, z), d, down, d if z_down is None else z_down,
-            down if a_down is None else a_down, weight, self.r.perm, made, dgu, dgu if hidden is None else hidden, part,
-            self.S, count, NB, self.r.K, H, I, x.stride(0), d.stride(0), *self._gate_strides(z),
-            down.stride(0), down.stride(2), down.stride(1), *m, self.act.alpha, self.act.limit, self.act.offset,
-            KIND=kernel_kind(self.act, x.dtype), CLAMP=bool(self.act.limit), HAS_BIAS=w.gate_up_bias is not None,
-            RANK_D=0 if z_down is None else z_down.shape[1], PAIRED=self.paired, NEED_H=need_hidden,
-            WHOLE=I % tile.BN == 0, **meta, **tile.meta(),
+            gate_backward_kernel, (self.S,), d, dh, gu, gu if hidden is None else hidden, weight, dw, self.r.perm, I,
+            self.act.alpha, self.act.limit, self.act.offset, KIND=kernel_kind(self.act, x.dtype),
+            CLAMP=bool(self.act.limit), PAIRED=self.paired, NEED_H=need_hidden, BLOCK=block,
+            num_warps=max(1, block // 256),
         )  # fmt: skip
-        return dgu, hidden, part.sum(0) if NB > 1 else part[0]
+        return gu, hidden, dw
 
     def segments(
         self,
