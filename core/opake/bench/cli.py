@@ -10,9 +10,12 @@ import typer
 
 from opake.cli.output import examples, fail, group, table
 
+from .memory_cli import EPILOG as MEMORY
+from .memory_cli import memory
+
 __all__ = ["app"]
 
-app = group(name="bench", help="Time the fused ops against their rivals on this machine.")
+app = group(name="bench", help="Time the fused ops, and account for the memory of a step, on this machine.")
 
 EPILOG = examples(
     "bench kernels", "bench kernels swiglu cross_entropy --vs torch,liger", "bench kernels --plot bars.png"
@@ -54,6 +57,9 @@ def kernels(
         from .plot import draw
 
         draw(rows, card, plot)
+
+
+app.command("memory", epilog=MEMORY)(memory)
 
 
 def _cells(row: object) -> list[str]:

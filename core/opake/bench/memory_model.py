@@ -1,0 +1,99 @@
+"""The model that `opake bench memory` measures: random weights by a config, LoRA on every linear layer or none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from opake.checking.tiny import tiny_config
+
+WAYS = ("eager", "sdpa", "folded", "remat")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured: a config, rows and tokens of a microbatch, rank of the adapters (0: everything is trained)."""
+
+    config: Any
+    rows: int
+    tokens: int
+    rank: int
+
+
+def config_of(model: str, overrides: Mapping[str, Any]) -> Any:
+    """The config in a directory, with `overrides`; or that of a model type, small wherever `overrides` say nothing."""
+    if (Path(model) / "config.json").is_file():
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        for name, value in overrides.items():
+            setattr(config, name, value)
+        return config
+    return tiny_config(model, **overrides)
+
+
+def build(sizes: Sizes, way: str, device: str) -> Any:
+    """A patched model for one way; sdpa: Transformers' attention, not folded. On CUDA in bf16."""
+    from transformers import AutoModelForCausalLM
+
+    from opake.checkpoint import selective_checkpointing
+    from opake.patches import apply_model_patches
+
+    torch.manual_seed(0)
+    attention = {"attn_implementation": "eager"} if way == "eager" else {}
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    # a model writes into the config that it is built from
+    config = copy.deepcopy(sizes.config)
+    config.use_cache = False
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
+    if sizes.rank:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=sizes.rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+    apply_model_patches(model.train(), eager_attention=way != "sdpa")
+    if way == "remat":
+        selective_checkpointing(model)
+    return model
+
+
+def batch(sizes: Sizes, rows: int, device: str) -> dict[str, torch.Tensor]:
+    """Rows of full length, without a mask, as `RightPaddingCollator` makes them."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, sizes.config.vocab_size, (rows, sizes.tokens), generator=generator).to(device)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def trainable(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that are trained, by name."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def floor(sizes: Sizes, rows: int, model: nn.Module, *, remat: bool) -> dict[str, int]:
+    """Bytes by part that no exact step can do without, for a dense decoder; an estimate for others.
+
+    Per layer and token: queries, keys, values, output and log-sum-exp of attention; gate and up of the MLP; the
+    residual stream before each norm. Rematerialised: the stream before the layer alone. Besides: the gradients.
+    """
+    text = sizes.config.get_text_config()
+    H, N = text.hidden_size, text.num_attention_heads
+    K = getattr(text, "num_key_value_heads", None) or N
+    D = getattr(text, "head_dim", None) or H // N
+    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    I = (getattr(text, "moe_intermediate_size", None) if chosen > 1 else None) or getattr(
+        text, "intermediate_size", 4 * H
+    )
+    dtype = next(model.parameters()).dtype
+    entries = rows * sizes.tokens * text.num_hidden_layers * dtype.itemsize
+    gradients = sum(p.numel() * p.element_size() for p in trainable(model).values()) * rows
+    if remat:
+        return {"layer": entries * H, "gradients": gradients}
+    lse = rows * sizes.tokens * text.num_hidden_layers * 4 * N
+    attention = entries * (2 * N + 2 * K) * D + lse
+    return {"self_attn": attention, "mlp": entries * 2 * I * chosen, "layer": entries * 2 * H, "gradients": gradients}

@@ -1,0 +1,124 @@
+"""`opake bench memory`: what it counts, what it predicts, and the command itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opake import cli
+from opake.bench import memory
+from opake.bench.memory_model import Sizes, build, config_of
+from opake.bench.memory_trace import MemoryTrace, part_of
+
+# no warning of PEFT's about a property that Transformers has renamed
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+
+
+@pytest.fixture
+def sizes() -> Sizes:
+    return Sizes(config_of("llama", {}), rows=4, tokens=32, rank=4)
+
+
+def test_parts_are_named_by_their_place_in_the_layer() -> None:
+    assert part_of("base_model.model.model.layers.3.self_attn.q_proj.lora_A.default") == "self_attn"
+    assert part_of("model.layers.0") == "layer"
+    assert part_of("model.embed_tokens") == "embed_tokens"
+    assert part_of("") == "step"
+
+
+def test_a_trace_counts_what_the_backward_starts_with() -> None:
+    class Squares(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin().cos()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Squares()])
+            self.head = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layers[0](x) * 2)
+
+    model, x = Model(), torch.randn(256, requires_grad=True)
+    with MemoryTrace(model) as trace:
+        model(x).sum().backward()
+    # the sine for the cosine's gradient; its cosine is an input of what was summed and gone by then
+    assert trace.kept["layer"] == 1024
+    assert trace.peak >= sum(trace.kept.values())
+    assert sum(trace.at_peak.values()) == trace.peak
+
+
+def test_what_is_kept_lies_above_the_floor_and_remat_below(sizes: Sizes) -> None:
+    folded, remat = (memory.kept(sizes, way, "cpu") for way in ("folded", "remat"))
+    for each in folded:
+        if each.floor is not None and each.part != "gradients":
+            assert each.kept >= each.floor, each
+    by_part = {each.part: each for each in folded}
+    assert {"self_attn", "mlp", "layer"} <= set(by_part)
+    assert sum(each.kept for each in remat) < 0.5 * sum(each.kept for each in folded)
+
+
+def test_ways_differ_and_the_line_predicts_the_largest_microbatch(sizes: Sizes) -> None:
+    long = Sizes(sizes.config, 2, 128, 4)
+    peaks = {each.way: each for each in memory.curve(long, [128], memory.WAYS, "cpu")}
+    values = {way: each.peak or 0 for way, each in peaks.items()}
+    assert values["eager"] > values["folded"] > values["remat"] > 0
+    assert sizes.config._attn_implementation != "eager"
+    two, four = (memory.peak(sizes, "folded", rows, "cpu") for rows in (2, 4))
+    rows = memory.largest([two, four], 3.5 * (four.peak or 0))
+    assert rows is not None
+    assert (memory.peak(sizes, "folded", rows, "cpu").peak or 0) <= 3.5 * (four.peak or 0)
+    assert (memory.peak(sizes, "folded", rows + 1, "cpu").peak or 0) > 3.5 * (four.peak or 0)
+    assert memory.largest([two, four], 1000.0) is None
+
+
+def test_every_parameter_can_be_trained() -> None:
+    model = build(Sizes(config_of("qwen2", {"hidden_size": 16, "num_attention_heads": 2}), 1, 8, 0), "folded", "cpu")
+    assert all(p.requires_grad for p in model.parameters())
+    assert model.config.hidden_size == 16
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["bench", "memory", *arguments])
+    captured = capsys.readouterr()
+    return done.value.code, captured.out, captured.err
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    given = (
+        "llama",
+        "--rows",
+        "2",
+        "--tokens",
+        "16",
+        "--rank",
+        "2",
+        "--size",
+        "num_hidden_layers=1",
+        "--budget",
+        "0.01",
+    )
+    code, out, _ = run(capsys, *given)
+    assert code == 0
+    assert "self_attn" in out
+    assert "rows fit 0.01 GiB" in out
+    code, out, _ = run(capsys, *given, "--json", "--lengths", "8")
+    found = json.loads(out)
+    assert code == 0
+    assert [each["way"] for each in found["curve"]] == list(memory.WAYS)
+    assert found["largest"]["remat"] >= found["largest"]["folded"] > 0
+
+
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "lama")
+    assert code == 2
+    assert "no model_type 'lama'" in err
+    code, _, err = run(capsys, "llama", "--size", "hidden_size")
+    assert code == 2
+    assert "name=value" in err
