@@ -1,7 +1,8 @@
 """Right padding as a policy: for a causal model the mask is left out, so flash attention serves padded batches.
 
 With a causal mask no labelled token can see padding that comes after it, so every per-example gradient is exactly what
-it is without padding. Models that look both ways, and router losses that count tokens, need the mask: `keep_mask=True`.
+it is without padding. Models that look both ways, and router losses that count tokens, need the mask: `keep_mask=True`
+(`needs_mask` says which).
 """
 
 from __future__ import annotations
