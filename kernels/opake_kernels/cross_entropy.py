@@ -19,7 +19,7 @@ from .cross_entropy_kernels import cross_entropy_bwd_kernel, cross_entropy_fwd_k
 from .fold import ROWS, fold_groups, function_pair, values_readable
 from .launch import DEBUG, cdiv, launch, uses_triton
 from .row_softmax import grad_tile, row_tile
-from .strided_rows import row_strides
+from .strided_rows import dense_like, row_strides
 
 __all__ = ["CrossEntropySettings", "check_labels", "cross_entropy_reference", "opake_cross_entropy_loss"]
 
@@ -84,7 +84,7 @@ def _tokens(logits: torch.Tensor, labels: torch.Tensor, settings: CrossEntropySe
     """Losses shaped like `labels`, and the two parts of their logsumexp in a last dimension of two; fp32."""
     if DEBUG:
         check_labels("opake_cross_entropy_loss", labels, logits.shape[-1], settings.ignore_index)
-    loss = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    loss = dense_like(labels, torch.float32)
     lse = torch.empty((*labels.shape, 2), dtype=torch.float32, device=logits.device)
     x, inner, outer, step = row_strides(logits)
     launch(
@@ -102,9 +102,11 @@ def _forward_tokens(logits: torch.Tensor, labels: torch.Tensor, groups: int, set
 def _forward_reduced(logits: torch.Tensor, labels: torch.Tensor, groups: int, settings: CrossEntropySettings) -> Any:
     labels = labels.contiguous()
     losses, lse = _tokens(logits, labels, settings)
-    loss = losses.new_zeros(logits.shape[:groups])
+    loss = losses.new_empty(logits.shape[:groups])
     weight = torch.empty_like(loss)
-    if labels.numel():
+    if not labels.numel():
+        loss.zero_()
+    else:
         G = fold_groups(labels, groups)
         launch(
             cross_entropy_reduce_kernel, (G,), losses, losses, labels, loss, weight, labels.numel() // G,
@@ -116,7 +118,7 @@ def _forward_reduced(logits: torch.Tensor, labels: torch.Tensor, groups: int, se
 def _backward(grads: Any, saved: Any, need: Any, groups: int, settings: CrossEntropySettings) -> Any:
     (g,), (logits, labels, lse, *weight) = grads, saved
     V = logits.shape[-1]
-    d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    d = dense_like(logits)
     x, inner, outer, step = row_strides(logits)
     tile = grad_tile(d)
     NB = cdiv(V + tile["W"] - 1, tile["BLOCK"] * tile["TILES"])

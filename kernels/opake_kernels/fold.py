@@ -176,11 +176,10 @@ def function_pair(
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            need = ctx.needs_input_grad
+            need = ctx.needs_input_grad[:n_in]
             nothing: list[torch.Tensor | None] = [None] * (n_in + len(ctx.settings))
-            if all(g is None for g in grads[:outputs]):
+            if grads[0] is None and all(g is None for g in grads[:outputs]):
                 return tuple(nothing)
-            need = need[:n_in]
             if torch.is_grad_enabled() or transforms_active():
                 mask = sum(1 << i for i in range(n_in) if need[i])
                 packed = eagerly(apply_backward, *grads[:outputs], *ctx.saved_tensors, mask, *ctx.settings)

@@ -16,6 +16,7 @@ from .checks import autocast_to_widest, check_float, check_same_device, check_sa
 from .fold import ROWS, function_pair
 from .gated_kernels import gated_backward, gated_forward
 from .launch import uses_triton
+from .strided_rows import dense_like
 
 __all__ = [
     "gated_reference",
@@ -52,7 +53,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor | None, groups: int, act: Acti
 
 def _backward(grads: Any, saved: Any, need: Any, groups: int, act: Activation) -> list[torch.Tensor | None]:
     (d,), (gate, up) = grads, saved
-    made = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if wanted else None for wanted in need]
+    made = [dense_like(gate) if wanted else None for wanted in need]
     gated_backward(d, gate, up, made[0], made[1], act, False)
     return made
 
@@ -65,7 +66,7 @@ def _combined_forward(gate_up: torch.Tensor, groups: int, act: Activation, paire
 
 def _combined_backward(grads: Any, saved: Any, need: Any, groups: int, act: Activation, paired: bool) -> Any:
     (d,), (gate_up,) = grads, saved
-    made = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    made = dense_like(gate_up)
     if paired:
         gated_backward(d, gate_up, None, made, None, act, True)
     else:

@@ -12,6 +12,7 @@ import torch
 
 from .activations import Activation, activate, activate_grad, kernel_kind
 from .launch import cdiv, jit, launch, tl
+from .strided_rows import dense_like
 
 __all__ = ["gated_backward", "gated_forward"]
 
@@ -116,8 +117,10 @@ def _constants(act: Activation, x: torch.Tensor) -> dict[str, Any]:
 
 def gated_forward(gate: torch.Tensor, up: torch.Tensor | None, act: Activation, paired: bool) -> torch.Tensor:
     """`up` None: ungated, or `gate` holds interleaved pairs (`paired`)."""
-    shape = (*gate.shape[:-1], gate.shape[-1] // 2) if paired else gate.shape
-    out = torch.empty(shape, dtype=gate.dtype, device=gate.device)
+    if paired:
+        out = torch.empty((*gate.shape[:-1], gate.shape[-1] // 2), dtype=gate.dtype, device=gate.device)
+    else:
+        out = dense_like(gate)
     if not out.numel():
         return out
     (g, u), R, C = _as_rows(gate, gate if up is None else up)

@@ -64,13 +64,15 @@ def rms_norm_bwd_kernel(
     DY, X, W, RSTD, DSUM, DX, PART, rows_per_group, per_program, programs, w_step,
     x_inner, x_outer, x_step, y_inner, y_outer, y_step, s_inner, s_outer, s_step,
     COLS: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     group = program // programs
     first = (program % programs) * per_program
     last = tl.minimum(first + per_program, rows_per_group)
     col = tl.arange(0, BLOCK)
-    if W is not None:
+    # without KEEP a row leaves no registers for the weight: it is read again for each, from the cache
+    if W is not None and KEEP:
         w = tl.load(W + group * w_step + col, col < COLS, 0.0).to(tl.float32)[None, :] + OFFSET
     if PART is not None:
         acc = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -90,6 +92,8 @@ def rms_norm_bwd_kernel(
             acc += dy * xhat
         if DX is not None:
             if W is not None:
+                if not KEEP:
+                    w = tl.load(W + group * w_step + col, col < COLS, 0.0).to(tl.float32)[None, :] + OFFSET
                 dy = dy * w
             dx = (dy - xhat * (tl.sum(dy * xhat, 1) / COLS)[:, None]) * rstd
             if DSUM is not None:

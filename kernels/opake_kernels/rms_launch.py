@@ -23,12 +23,14 @@ from .rms_kernels import (
     rms_norm_wide_dw_kernel,
     rms_norm_wide_fwd_kernel,
 )
-from .strided_rows import invert, memory_order, row_strides
+from .strided_rows import dense_like, invert, memory_order, row_strides
 
 __all__ = ["rms_backward", "rms_forward"]
 
 # beyond this a row no longer fits the registers of one program together with its gradient
 _WIDEST_TILE = 16384
+# from here on a program cannot keep the weight between rows
+_WIDE_TILE = 16384
 # bytes of x and dy that a multiprocessor should have asked for at any time
 _IN_FLIGHT = 48 * 2**10
 _WIDE_BLOCK = 4096
@@ -46,11 +48,12 @@ def _tile(C: int) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=256)
-def _backward_tile(C: int, itemsize: int, tensors: int, room: int) -> tuple[int, int, int, int, int]:
+def _backward_tile(C: int, itemsize: int, tensors: int, w_itemsize: int, room: int) -> tuple[int, int, int, int, int]:
     """(rows, block, warps, stages, programs for each multiprocessor) of the backward loop over rows.
 
     Three stages keep two tiles of each of the `tensors` on their way through shared memory (`room` bytes) while one is
-    worked on, more where that is less than 48 KiB of x and dy; two stages are slower than none.
+    worked on, more where that is less than 48 KiB of x and dy; two stages are slower than none. A weight that is read
+    again for each row goes the same way.
     """
     block = next_power_of_2(C)
     rows = max(1, 2048 // block)
@@ -58,7 +61,8 @@ def _backward_tile(C: int, itemsize: int, tensors: int, room: int) -> tuple[int,
     size = rows * block * itemsize
     programs = 1 if block >= 4096 else 16 // warps
     stages = max(3, 1 + cdiv(_IN_FLIGHT, 2 * size * programs))
-    return rows, block, warps, stages if (stages - 1) * tensors * size <= room else 1, programs
+    held = tensors * size + (block * w_itemsize if block >= _WIDE_TILE else 0)
+    return rows, block, warps, stages if (stages - 1) * held <= room else 1, programs
 
 
 @lru_cache(maxsize=16)
@@ -71,10 +75,16 @@ def _card(device: torch.device) -> tuple[int, int]:
     return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 2**16) - 2**12
 
 
+@lru_cache(maxsize=256)
 def _share(R: int, G: int, rows: int, programs: int) -> tuple[int, int]:
-    """(rows a program, programs a group) for G groups of R rows in tiles of `rows`, about `programs` in all."""
-    per_group = max(1, min(cdiv(R, rows), cdiv(programs, G)))
-    per_program = cdiv(cdiv(R, per_group), rows) * rows
+    """(rows a program, programs a group) for G groups of R rows in tiles of `rows`, if `programs` run at a time.
+
+    One program too many would run alone after all others: so many for each group that the last turn is nearly full.
+    """
+    fewest = max(1, programs // G)
+    full = {n: G * n / (cdiv(G * n, programs) * programs) for n in range(fewest, fewest + 8)}
+    per_group = next((n for n in full if full[n] >= 0.95), max(full, key=full.__getitem__))
+    per_program = cdiv(cdiv(R, min(per_group, cdiv(R, rows))), rows) * rows
     return per_program, cdiv(R, per_program)
 
 
@@ -84,13 +94,6 @@ def _rows(x: torch.Tensor | None) -> tuple[Any, ...]:
         return x, *_DENSE
     x, *strides = row_strides(x)
     return (x, *_DENSE) if strides == [1, x.shape[-1], 0] else (x, *strides)
-
-
-def _dense(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An empty dense tensor of this shape, by the shorter call where there is one."""
-    if x.dtype == dtype and x.is_contiguous():
-        return torch.empty_like(x)
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
 def _weight(weight: torch.Tensor | None, groups: int, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
@@ -121,8 +124,8 @@ def rms_forward(
         dtype = total = torch.promote_types(x.dtype, residual.dtype)
     if weight is not None and round_first:
         dtype = torch.promote_types(total, weight.dtype)
-    y = _dense(x, dtype)
-    s = None if residual is None else _dense(x, total)
+    y = dense_like(x, dtype)
+    s = None if residual is None else dense_like(x, total)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if y.numel():
         _launch_forward(x, residual, weight, y, s, rstd, groups, eps, offset, round_first)
@@ -165,7 +168,7 @@ def rms_backward(
     if order is not None:
         x, dy, rstd = x.permute(order), dy.permute(order), rstd.permute(order[:-1])
         dsum = None if dsum is None else dsum.permute(order)
-    dx = _dense(x, x.dtype) if need_dx else None
+    dx = dense_like(x) if need_dx else None
     dw = None
     if weight is not None and need_dw:
         shape = (*x.shape[:groups], x.shape[-1])
@@ -185,7 +188,9 @@ def _launch_backward(dy, x, weight, rstd, dsum, dx, dw, groups, offset) -> None:
     ds, *ds_rows = _rows(dsum)
     wide, (multiprocessors, room) = C > _WIDEST_TILE, _card(x.device)
     tensors, itemsize = 2 if ds is None else 3, max(x.element_size(), dy.element_size())
-    tile, block, warps, stages, wave = _WIDE_DW if wide else _backward_tile(C, itemsize, tensors, room)
+    tile, block, warps, stages, wave = (
+        _WIDE_DW if wide else _backward_tile(C, itemsize, tensors, 0 if w is None else w.element_size(), room)
+    )
     # without dw to add up, many short programs end together better than few long ones
     per_program, programs = _share(rows // G, G, tile, multiprocessors * (wave if dw is not None else 256 // warps))
     part = dw
@@ -194,7 +199,7 @@ def _launch_backward(dy, x, weight, rstd, dsum, dx, dw, groups, offset) -> None:
     strides = (*x_rows, *dy_rows)
     if not wide:
         args = (dy, at, w, rstd, ds, dx, part, rows // G, per_program, programs, w_step, *strides, *ds_rows)
-        meta = {"COLS": C, "OFFSET": offset, "ROWS": tile, "BLOCK": block, "STAGES": stages}
+        meta = {"COLS": C, "OFFSET": offset, "ROWS": tile, "BLOCK": block, "STAGES": stages, "KEEP": block < _WIDE_TILE}
         launch(rms_norm_bwd_kernel, (G * programs,), x, *args, **meta, num_warps=warps)
     if wide and dx is not None:
         args = (dy, at, w, rstd, ds, dx, rows // G, w_step, *strides, *ds_rows)

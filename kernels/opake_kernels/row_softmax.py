@@ -64,7 +64,10 @@ def _accumulate(m, s, total, x, inside, scale, cap, CAP: tl.constexpr, TOTAL: tl
     new = tl.maximum(m, tl.max(z, 1))
     # a run of -inf logits must not give inf - inf
     safe = tl.where(new == -float("inf"), 0.0, new)
-    s = s * tl.exp(m - safe) + tl.sum(tl.exp(z - safe[:, None]), 1)
+    if x.dtype == tl.float32:
+        s = s * precise_exp(m - safe) + tl.sum(precise_exp(z - safe[:, None]), 1)
+    else:
+        s = s * tl.exp(m - safe) + tl.sum(tl.exp(z - safe[:, None]), 1)
     return new, s, total
 
 
@@ -100,7 +103,7 @@ def row_log_softmax_parts(
 
     top = tl.max(m, 0)
     safe = tl.where(top == -float("inf"), 0.0, top)
-    return safe, precise_log(tl.sum(s * tl.exp(m - safe), 0)), tl.sum(total, 0)
+    return safe, precise_log(tl.sum(s * precise_exp(m - safe), 0)), tl.sum(total, 0)
 
 
 @jit

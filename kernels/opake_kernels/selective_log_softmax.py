@@ -15,7 +15,7 @@ from .cross_entropy import check_labels
 from .fold import ROWS, function_pair, values_readable
 from .launch import DEBUG, cdiv, jit, launch, next_power_of_2, tl, uses_triton
 from .row_softmax import aligned_start, grad_tile, row_log_softmax_parts, row_tile
-from .strided_rows import row_strides
+from .strided_rows import dense_like, row_strides
 
 __all__ = ["opake_selective_log_softmax", "selective_log_softmax_reference"]
 
@@ -108,7 +108,7 @@ def _forward(logits: torch.Tensor, indices: torch.Tensor, groups: int, dtype: to
 def _backward(grads: Any, saved: Any, need: Any, groups: int, dtype: torch.dtype) -> Any:
     (g,), (logits, indices, lse) = grads, saved
     V = logits.shape[-1]
-    d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    d = dense_like(logits)
     x, inner, outer, step = row_strides(logits)
     tile = grad_tile(d)
     NB = cdiv(V + tile["W"] - 1, tile["BLOCK"] * tile["TILES"])

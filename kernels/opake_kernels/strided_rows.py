@@ -12,7 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["invert", "memory_order", "row_strides"]
+__all__ = ["dense_like", "invert", "memory_order", "row_strides"]
+
+
+def dense_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An empty dense tensor of the shape of `x`, by the shorter call where there is one."""
+    if x.is_contiguous() and (dtype is None or dtype == x.dtype):
+        return torch.empty_like(x)
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
 def memory_order(x: torch.Tensor, fixed: int) -> tuple[int, ...] | None:

@@ -4,9 +4,23 @@ import pytest
 import torch
 from torch.func import vjp, vmap
 
-from opake_kernels import opake_cross_entropy_loss, opake_gated_activation, opake_selective_log_softmax, opake_swiglu
+from opake_kernels import (
+    opake_cross_entropy_loss,
+    opake_fused_add_rms_norm,
+    opake_gated_activation,
+    opake_linear_cross_entropy_loss,
+    opake_rms_norm,
+    opake_rope_qk,
+    opake_selective_log_softmax,
+    opake_swiglu,
+)
+from opake_kernels.add_rms_norm import fused_add_rms_norm_reference
 from opake_kernels.cross_entropy import CrossEntropySettings, cross_entropy_reference
 from opake_kernels.gated import gated_reference
+from opake_kernels.linear_cross_entropy import linear_cross_entropy_reference
+from opake_kernels.rms_norm import rms_norm_reference
+from opake_kernels.rope import rope_qk_reference
+from opake_kernels.selective_log_softmax import selective_log_softmax_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -57,6 +71,31 @@ def test_cross_entropy_beyond_int32(V, assert_errors):
     _judge(assert_errors, op, twin, [logits, labels], (0,), [slice(0, 3), slice(R - 3, R)])
 
 
+def test_selective_log_softmax_beyond_int32(assert_errors):
+    R, V = 2**13 + 2**4, 262144
+    logits, indices = torch.randn(R, V, device="cuda", dtype=BF16), torch.randint(0, V, (R, 2), device="cuda")
+    rows = [slice(0, 3), slice(R - 3, R)]
+    _judge(assert_errors, opake_selective_log_softmax, selective_log_softmax_reference, [logits, indices], (0,), rows)
+
+
+def test_a_head_beyond_int32():
+    # 2^31 + 2^24 weights; hidden states by which every class but a few at the ends has a logit of 0
+    V, H = 2**19 + 2**12, 2**12
+    weight = torch.zeros(V, H, device="cuda", dtype=BF16)
+    weight[:3], weight[-3:] = 0.01, 0.02
+    hidden = torch.rand(4, H, device="cuda", dtype=BF16).requires_grad_()
+    labels = torch.tensor([0, V - 1, V - 1, 5], device="cuda")
+    loss = opake_linear_cross_entropy_loss(hidden, weight, labels)
+    (d,) = torch.autograd.grad(loss, hidden)
+    x = hidden.detach().double().requires_grad_()
+    first, last = x.sum(1) * weight[0, 0].double(), x.sum(1) * weight[-1, 0].double()
+    rest = torch.full_like(first, torch.log(torch.tensor(float(V - 6))).item())
+    lse = torch.logsumexp(torch.stack([first] * 3 + [last] * 3 + [rest]), 0)
+    want = (lse - torch.stack([first[0], last[1], last[2], 0 * first[3]])).mean()
+    torch.testing.assert_close(loss.double(), want, rtol=2**-8, atol=0)
+    torch.testing.assert_close(d.double(), torch.autograd.grad(want, x)[0], rtol=2**-6, atol=2**-12)
+
+
 @pytest.mark.parametrize("V", [50257, 128256, 151936, 256000, 65537])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 def test_cross_entropy_vocabularies(V, dtype, device, check_op):
@@ -84,15 +123,55 @@ def test_gated_shapes(shape, dtype, device, check_op):
     check_op(opake_swiglu, gated_reference, args, (0, 1))
 
 
+def _far(*shape, dtype=BF16):
+    return torch.randn(shape, device="cuda:1", dtype=dtype)
+
+
+def _classes(*shape):
+    return torch.randint(0, 64, shape, device="cuda:1")
+
+
+# op, twin, arguments on a second device, positions to differentiate
+ELSEWHERE = {
+    "gated": (opake_swiglu, gated_reference, lambda: [_far(3, 64), _far(3, 64)], (0, 1)),
+    "combined": (opake_swiglu, gated_reference, lambda: [_far(3, 64)], (0,)),
+    "rms_norm": (opake_rms_norm, rms_norm_reference, lambda: [_far(4, 5, 96), _far(96)], (0, 1)),
+    "wide rms_norm": (opake_rms_norm, rms_norm_reference, lambda: [_far(4, 16400), _far(16400)], (0, 1)),
+    "add": (
+        opake_fused_add_rms_norm,
+        fused_add_rms_norm_reference,
+        lambda: [_far(4, 96), _far(4, 96), _far(96)],
+        (0, 1, 2),
+    ),
+    "rope": (
+        opake_rope_qk,
+        rope_qk_reference,
+        lambda: [_far(2, 4, 3, 16), _far(2, 2, 3, 16), _far(2, 3, 16), _far(2, 3, 16)],
+        (0, 1),
+    ),
+    "cross_entropy": (opake_cross_entropy_loss, cross_entropy_reference, lambda: [_far(5, 64), _classes(5)], (0,)),
+    "selective": (
+        opake_selective_log_softmax,
+        selective_log_softmax_reference,
+        lambda: [_far(5, 64, dtype=torch.float32), _classes(5, 2)],
+        (0,),
+    ),
+    "linear": (
+        opake_linear_cross_entropy_loss,
+        linear_cross_entropy_reference,
+        lambda: [_far(40, 32), _far(64, 32), _classes(40)],
+        (0, 1),
+    ),
+}
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_tensors_on_another_device_than_the_current_one():
-    gate, up = (torch.randn(3, 64, device="cuda:1", requires_grad=True) for _ in range(2))
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_tensors_on_another_device_than_the_current_one(name, check_op):
+    op, twin, arguments, diff = ELSEWHERE[name]
     assert torch.cuda.current_device() == 0
-    results = [(y := f(gate, up), *torch.autograd.grad(y.sum(), (gate, up))) for f in (opake_swiglu, gated_reference)]
-    torch.testing.assert_close(*results)
-    logits, labels = torch.randn(3, 64, device="cuda:1", requires_grad=True), torch.zeros(3, dtype=int, device="cuda:1")
-    losses = [f(logits, labels) for f in (opake_cross_entropy_loss, cross_entropy_reference)]
-    torch.testing.assert_close(*losses)
+    got = check_op(op, twin, arguments(), diff, rms=True)
+    assert {t.device.index for t in got} == {1}
     assert torch.cuda.current_device() == 0
 
 

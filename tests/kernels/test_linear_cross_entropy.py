@@ -55,11 +55,15 @@ def chunk(request):
 
 @pytest.fixture
 def check(check_op):
-    """check(data, diff, chunk, **options): the op against its twin, fp32 by the root mean square of the errors."""
+    """check(data, diff, chunk, **options): the op against its twin, fp32 by the root mean square of the errors.
 
-    def run(data, diff, chunk, **options):
+    On a device a loss of few tokens is drawn many times; in the interpreter, ours and torch's logits are the same.
+    """
+
+    def run(data, diff, chunk, draw=False, **options):
         rms = data[0].dtype == torch.float32
-        return check_op(_op(chunk=chunk, **options), _twin(**options), data, diff, rms=rms)
+        draws = 32 if draw and data[0].is_cuda else 1
+        return check_op(_op(chunk=chunk, **options), _twin(**options), data, diff, rms=rms, draws=draws)
 
     return run
 
@@ -74,7 +78,7 @@ def _slow(chunk, device):
 @pytest.mark.parametrize("diff", [(0,), (0, 1, 3)], ids=["frozen", "trainable"])
 def test_values_and_gradients(diff, reduction, dtype, chunk, device, check):
     data = _data((2, 5), 16, 40, device, dtype)
-    loss, *_ = check(data, diff, chunk, reduction=reduction)
+    loss, *_ = check(data, diff, chunk, draw=True, reduction=reduction)
     assert loss.dtype == torch.float32
     assert loss.shape == (data[2].shape if reduction == "none" else ())
 
@@ -85,7 +89,7 @@ def test_values_and_gradients(diff, reduction, dtype, chunk, device, check):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("diff", [(0,), (0, 1, 3)], ids=["frozen", "trainable"])
 def test_shapes(diff, reduction, shape, H, V, chunk, device, check):
-    loss, *_ = check(_data(shape, H, V, device), diff, chunk, reduction=reduction)
+    loss, *_ = check(_data(shape, H, V, device), diff, chunk, draw=True, reduction=reduction)
     assert loss.shape == (shape if reduction == "none" else ())
 
 
@@ -96,13 +100,13 @@ def test_shapes(diff, reduction, shape, H, V, chunk, device, check):
 def test_options(diff, options, reduction, dtype, chunk, device, check):
     tokens = 5 if _slow(chunk, device) else 24
     data = _data((tokens,), 16, 37, device, dtype, options.get("ignore_index", -100))
-    check(data, diff, chunk, reduction=reduction, **options)
+    check(data, diff, chunk, draw=True, reduction=reduction, **options)
 
 
 @pytest.mark.parametrize("diff", [(1,), (3,), (1, 3), ()])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_any_gradient_alone(diff, reduction, chunk, device, check):
-    check(_data((5,), 16, 37, device), diff, chunk, reduction=reduction, logit_softcapping=3.0)
+    check(_data((5,), 16, 37, device), diff, chunk, draw=True, reduction=reduction, logit_softcapping=3.0)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -119,7 +123,7 @@ def test_float64_is_exact(reduction, chunk, device):
 @pytest.mark.parametrize("V", [1021, 1024, 4100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_tiles_and_odd_vocabularies(V, dtype, chunk, device, check):
-    check(_data((3,), 16, V, device, dtype), (0, 1, 3), chunk, label_smoothing=0.1)
+    check(_data((3,), 16, V, device, dtype), (0, 1, 3), chunk, draw=True, label_smoothing=0.1)
 
 
 @pytest.fixture
@@ -135,26 +139,12 @@ def small_tiles(monkeypatch):
 def test_many_chunks_of_tokens(dtype, reduction, chunk, device, small_tiles, check):
     # the last chunk is shorter, and the gradient of the weight is summed over all of them
     tokens = 20 if chunk is None else 100
-    check(_data((tokens,), 16, 37, device, dtype), (0, 1, 3), chunk, reduction=reduction)
+    check(_data((tokens,), 16, 37, device, dtype), (0, 1, 3), chunk, draw=True, reduction=reduction)
 
 
-@pytest.fixture
-def one_read(monkeypatch):
-    """The fused back end reads each logit of a frozen head once."""
-    monkeypatch.setattr(fused, "ONE_READ", True)
-
-
-@pytest.mark.parametrize("options", [o for o in OPTIONS if "label_smoothing" not in o])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_read(dtype, reduction, options, one_read, device, check):
-    check(_data((5,), 16, 37, device, dtype), (0,), None, reduction=reduction, **options)
-    check(_data((0,), 16, 37, device, dtype), (0,), None, reduction=reduction, **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("V", [300, 1024])
-def test_one_read_corrects_what_it_wrote(V, dtype, one_read, device, check):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("V", [300, 1024, 2500])
+def test_one_read_corrects_what_it_wrote(V, dtype, device, check):
     # logits climb by far more than e^60 allows from tile to tile, and rows differ in where
     h, w, y = _data((6,), 16, V, device, dtype, bias=False)
     climb = torch.linspace(0, 300, V, device=device)
@@ -164,7 +154,7 @@ def test_one_read_corrects_what_it_wrote(V, dtype, one_read, device, check):
         check([h, w, torch.full_like(y, label)], (0,), None, reduction="none")
 
 
-def test_one_read_in_chunks_and_out_of_range(one_read, small_tiles, device, check, monkeypatch):
+def test_frozen_head_in_chunks_and_out_of_range(small_tiles, device, check, monkeypatch):
     h, w, y, b = _data((20,), 16, 37, device)
     check([h, w, y, b], (0,), None)
     with torch.no_grad():
@@ -180,16 +170,15 @@ def test_one_read_in_chunks_and_out_of_range(one_read, small_tiles, device, chec
 
 
 @pytest.mark.parametrize("logit", [30.0, 0.0])
-@pytest.mark.parametrize("once", [False, True])
-def test_confident_and_flat_logits(once, logit, chunk, device, check, monkeypatch):
-    monkeypatch.setattr(fused, "ONE_READ", once)
+@pytest.mark.parametrize("diff", [(0,), (0, 1)], ids=["frozen", "trainable"])
+def test_confident_and_flat_logits(diff, logit, chunk, device, check):
     # the label wins by far: p - 1 must not be a difference of two numbers close to 1
     h, w, y = _data((6,), 8, 40, device, torch.bfloat16, bias=False)
     if logit:
         h = w[y.clamp(min=0)] * logit
     else:
         w = w * 1e-3
-    check([h, w, y], (0, 1), chunk)
+    check([h, w, y], diff, chunk)
 
 
 # of the fused back end two, since Triton's interpreter takes 10 ms a token and this test many calls

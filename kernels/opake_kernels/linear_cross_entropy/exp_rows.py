@@ -4,7 +4,7 @@ The gradient of a token's hidden state is sum_v p_v W_v - W_y. Its softmax may b
 product is done, so a row need not be read twice: exponentials are taken against the first maximum that comes along, and
 only if a later logit exceeds that by far is what was written corrected (the lazy form of arXiv 1805.02867). The label's
 own term is left out of the product and added with p_y - 1 taken from the sum of all others, which keeps its digits for
-a confident token. Needs a dtype with the exponents of float32; label smoothing has no such form.
+a confident token. Label smoothing has no such form.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["exp_rows_", "finish_rows"]
 
 
 @jit
-def _exp_tile(base, at, lane, y, V, m, total, scale, cap, CAP: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr):
-    """Exponentials of one tile against m in place; (m, total) afterwards."""
-    inside = at + lane < V
-    x = tl.load(base + at + lane, mask=inside, other=0.0) if MASKED else tl.load(base + at + lane)
+def _exp_tile(
+    x, base, at, lane, y, inside, m, total, scale, cap,
+    LIMIT: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Exponentials of the logits x of one tile against m, in their place; (m, total) afterwards."""
     z = cap_scale(x, scale, cap, CAP)
     if MASKED:
         z = tl.where(inside, z, -float("inf"))
     top = tl.max(z, 0)
-    # sums of products of up to e^60 stay far below the largest float32
-    if top > m + 60.0:
+    if top > m + LIMIT:
         shrink = tl.exp(m - top)
         total = total * shrink
         for back in range(0, at, B):
@@ -47,8 +47,9 @@ def _exp_tile(base, at, lane, y, V, m, total, scale, cap, CAP: tl.constexpr, MAS
 
 
 @jit
-def _exp_rows_kernel(
-    Z, Y, LOSS, LSE, FACTOR, LABEL, stride, V, ignore, scale, cap, CAP: tl.constexpr, W: tl.constexpr, B: tl.constexpr
+def linear_cross_entropy_exp_kernel(
+    Z, Y, LOSS, LSE, FACTOR, LABEL, stride, V, ignore, scale, cap,
+    LIMIT: tl.constexpr, CAP: tl.constexpr, W: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """One row a program. FACTOR: what the product is to be multiplied by; LABEL: the coefficient of the label's row."""
     row = tl.program_id(0).to(tl.int64)
@@ -66,25 +67,36 @@ def _exp_rows_kernel(
         tl.store(LABEL + row, 0.0)
     else:
         valid = (y >= 0) & (y < V)
-        x = tl.load(Z + start + tl.where(valid, y, 0))
-        own = cap_scale(x, scale, cap, CAP)
+        label = tl.load(Z + start + tl.where(valid, y, 0))
+        own = cap_scale(label, scale, cap, CAP)
         m = own
         total = tl.zeros((B,), tl.float32)
-        for at in range(0, whole, B):
-            m, total = _exp_tile(base, at, lane, y, V, m, total, scale, cap, CAP, False, B)  # pyright: ignore
+        if whole > 0:
+            x = tl.load(base + lane)
+            for at in range(0, whole, B):
+                # asked for before this tile is waited for; after the last one nobody looks at it
+                following = tl.load(base + tl.minimum(at + B, whole - B) + lane)
+                m, total = _exp_tile(  # pyright: ignore
+                    x, base, at, lane, y, lane < B, m, total, scale, cap, LIMIT, CAP, False, B
+                )
+                x = following
         if whole < V:
-            m, total = _exp_tile(base, whole, lane, y, V, m, total, scale, cap, CAP, True, B)  # pyright: ignore
+            inside = whole + lane < V
+            x = tl.load(base + whole + lane, mask=inside, other=0.0)
+            m, total = _exp_tile(  # pyright: ignore
+                x, base, whole, lane, y, inside, m, total, scale, cap, LIMIT, CAP, True, B
+            )
         rest = tl.sum(total, 0)
         s = rest + tl.exp(own - m)
         log_s = tl.log(s)
         tl.store(LOSS + row, tl.where(valid, (m - own) + log_s, float("nan")))
         tl.store(LSE + row, m + log_s)
         tl.store(FACTOR + row, tl.where(valid, scale / s, float("nan")))
-        tl.store(LABEL + row, -rest / s * cap_scale_grad(x, scale, cap, CAP))
+        tl.store(LABEL + row, -rest / s * cap_scale_grad(label, scale, cap, CAP))
 
 
 @jit
-def _finish_kernel(D, OUT, WEIGHT, Y, FACTOR, LABEL, V, H, w_row, w_column, B: tl.constexpr):
+def linear_cross_entropy_finish_kernel(D, OUT, WEIGHT, Y, FACTOR, LABEL, V, H, w_row, w_column, B: tl.constexpr):
     """OUT = FACTOR * D + LABEL * (the label's row of WEIGHT), a block of one row a program."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * B + tl.arange(0, B)
@@ -111,11 +123,13 @@ def exp_rows_(
     """
     R, V = z_RV.shape
     W = 16 // z_RV.element_size()
-    T = min(1024, max(32, next_power_of_2(V // W)))
+    T = min(256, max(32, next_power_of_2(V // W)))
+    # sums of products of up to e^60 stay far below the largest float32, and e^8 below the largest float16
+    limit = 8.0 if z_RV.dtype == torch.float16 else 60.0
     launch(
-        _exp_rows_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R, factor_R, label_R, z_RV.stride(0), V,
-        settings.ignore_index, settings.scale, settings.softcap,
-        CAP=bool(settings.softcap), W=W, B=T * W, num_warps=max(T // 32, 1),
+        linear_cross_entropy_exp_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R, factor_R, label_R, z_RV.stride(0),
+        V, settings.ignore_index, settings.scale, settings.softcap,
+        LIMIT=limit, CAP=bool(settings.softcap), W=W, B=T * W, num_warps=T // 32,
     )  # fmt: skip
 
 
@@ -131,6 +145,6 @@ def finish_rows(
     (R, H), V = product_RH.shape, weight_VH.shape[0]
     block = min(1024, next_power_of_2(H))
     launch(
-        _finish_kernel, (R, cdiv(H, block)), out_RH, product_RH, out_RH, weight_VH, labels_R, factor_R, label_R, V, H,
-        *weight_VH.stride(), B=block, num_warps=4,
+        linear_cross_entropy_finish_kernel, (R, cdiv(H, block)), out_RH, product_RH, out_RH, weight_VH, labels_R,
+        factor_R, label_R, V, H, *weight_VH.stride(), B=block, num_warps=4,
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 A chunk is two matrix products of the vendor's library with one Triton launch between them, which turns the logits into
 their gradient where they lie: the fewest products that a frozen head allows. Chunks are wide enough to fill the device
-and small enough that the buffer is a fraction of what is saved. Leaves out groups and reduction (op.py).
+and small enough that the buffer is a fraction of what is saved. The second product is summed in float32: over a whole
+vocabulary the library may otherwise add up rounded parts. Leaves out groups and reduction (op.py).
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from .exp_rows import exp_rows_, finish_rows
 from .passes import Gradients, Head, Need, accumulator_dtype, product_into
 from .softmax_grad import softmax_grad_
 
-__all__ = ["BUFFER_BYTES", "ONE_READ", "TILE_TOKENS", "chunk_tokens", "fused_pass"]
+__all__ = ["BUFFER_BYTES", "TILE_TOKENS", "chunk_tokens", "fused_pass"]
 
 # what the logits of a chunk may take, and the tile of the matrix unit in tokens
 BUFFER_BYTES = 256 * 2**20
 TILE_TOKENS = 128
-# off: reading each logit twice is what was timed on a device; once saves a third of the bytes, and was only compiled
-ONE_READ = False
 
 
 def chunk_tokens(R: int, V: int, element_size: int) -> int:
@@ -43,9 +42,12 @@ def _buffer(tokens: int, V: int, like: torch.Tensor) -> torch.Tensor:
 def fused_pass(head: Head, need: Need) -> Gradients:
     """See passes.py. Gradients: hidden in the dtype of x; weight and bias in float32."""
     frozen = need == (True, False, False) and head.lse is None and head.scale is None
-    if ONE_READ and frozen and head.settings.smoothing == 0.0 and head.x.dtype != torch.float16:
-        return _one_read(head)
-    return _two_reads(head, need)
+    return _one_read(head) if frozen and head.settings.smoothing == 0.0 else _two_reads(head, need)
+
+
+def _sums(tokens: int, H: int, like: torch.Tensor) -> torch.Tensor:
+    """(tokens, H) for the second product of a chunk, before it is rounded."""
+    return torch.empty(tokens, H, dtype=accumulator_dtype(like.dtype), device=like.device)
 
 
 def _chunks(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -70,12 +72,9 @@ def _one_read(head: Head) -> Gradients:
     R, H = x.shape
     loss, lse, factor, label = torch.empty(4, R, dtype=torch.float32, device=x.device).unbind()
     dx = torch.empty(R, H, dtype=x.dtype, device=x.device)
-    product = None
+    product = _sums(chunk_tokens(R, w.shape[0], x.element_size()), H, x)
     for rows, z in _chunks(head):
         exp_rows_(z, labels[rows], loss[rows], lse[rows], factor[rows], label[rows], head.settings)
-        # not rounded before it is complete
-        if product is None:
-            product = torch.empty(len(z), H, dtype=torch.float32, device=x.device)
         part = product[: len(z)]
         product_into(part, z, w, first=True)
         finish_rows(part, dx[rows], w, labels[rows], factor[rows], label[rows])
@@ -88,6 +87,7 @@ def _two_reads(head: Head, need: Need) -> Gradients:
     loss = torch.empty(R, dtype=wide, device=x.device)
     lse = torch.empty_like(loss) if head.lse is None else head.lse
     dx = torch.empty(R, H, dtype=x.dtype, device=x.device) if need.hidden else None
+    product = None if dx is None or wide == x.dtype else _sums(chunk_tokens(R, V, x.element_size()), H, x)
     # the first chunk writes it
     make = torch.empty if R else torch.zeros
     dw = make(V, H, dtype=wide, device=x.device) if need.weight else None
@@ -99,7 +99,10 @@ def _two_reads(head: Head, need: Need) -> Gradients:
             scale_R=None if head.scale is None else head.scale[rows],
         )  # fmt: skip
         if dx is not None:
-            torch.mm(z, w, out=dx[rows])
+            part = dx[rows] if product is None else product[: len(z)]
+            product_into(part, z, w, first=True)
+            if product is not None:
+                dx[rows] = part
         if dw is not None:
             product_into(dw, z.t(), x[rows], first=rows.start == 0)
         if db is not None:
