@@ -157,25 +157,33 @@ def test_add_norm_needs_its_submodules() -> None:
     assert "no_such_norm" in skip.reason
 
 
-def test_loss_keywords_outside_transforms() -> None:
+@pytest.mark.parametrize("flags", [EVERY, {}], ids=["kernels", "none"])
+def test_loss_keywords_outside_transforms(flags: dict[str, bool]) -> None:
     model = llama()
     ids = torch.randint(0, 64, (2, 6))
     stock = [model(ids, labels=ids, num_items_in_batch=n).loss for n in (None, 7, torch.tensor(7))]
     shifted = model(ids, labels=None, shift_labels=ids, num_items_in_batch=None)
     assert shifted.loss is None, "the model computes no loss without labels"
-    apply_model_patches(model, **EVERY)
+    apply_model_patches(model, **flags)
     for expected, n in zip(stock, (None, 7, torch.tensor(7)), strict=True):
         torch.testing.assert_close(model(ids, labels=ids, num_items_in_batch=n).loss, expected)
     logits = model(ids).logits.float()
     smooth = torch.nn.functional.cross_entropy(
         logits[:, :-1].reshape(-1, 64), ids[:, 1:].reshape(-1), label_smoothing=0.1
     )
-    torch.testing.assert_close(model(ids, labels=ids, label_smoothing=0.1).loss, smooth)
+    for loss_only in (False, True):
+        call = {"labels": ids, "label_smoothing": 0.1, "loss_only": loss_only}
+        torch.testing.assert_close(model(ids, **call).loss, smooth)
+        torch.testing.assert_close(model(ids, **call, num_items_in_batch=7).loss, smooth * 10 / 7)
+        one = torch.func.vmap(lambda row, call=call: model(row, **{**call, "labels": row}).loss)
+        torch.testing.assert_close(one(ids).mean(), smooth)
     torch.testing.assert_close(
         model(ids, labels=ids, shift_labels=ids).loss,
         torch.nn.functional.cross_entropy(logits.reshape(-1, 64), ids.reshape(-1)),
     )
-    assert model(ids, labels=torch.full_like(ids, -100)).loss == 0
+    if flags:
+        # stock, which runs without the kernel, answers NaN
+        assert model(ids, labels=torch.full_like(ids, -100)).loss == 0
 
 
 def test_kernels_are_off_without_a_gpu_unless_asked_for() -> None:
