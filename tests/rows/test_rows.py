@@ -10,6 +10,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import opake_kernels.add_rms_norm
+from opake.errors import OpakeError
+from opake.functional import per_example_grads
 from opake.patches import apply_model_patches, patch_report, restore
 from opake.records import GatedMLP, RMSNorm
 from opake.rows import add_rms_norm, gated_mlp, lazy_sum, rms_norm, rotary
@@ -184,6 +186,21 @@ def test_loss_keywords_outside_transforms(flags: dict[str, bool]) -> None:
     if flags:
         # stock, which runs without the kernel, answers NaN
         assert model(ids, labels=torch.full_like(ids, -100)).loss == 0
+
+
+def test_a_loss_keyword_reaches_per_example_gradients() -> None:
+    model = llama().requires_grad_(False)
+    apply_model_patches(model, **EVERY)
+    params = {name: p.requires_grad_() for name, p in model.named_parameters() if "layernorm" in name}
+    ids = torch.randint(0, 64, (2, 6))
+    rows = {"input_ids": ids, "labels": ids, "label_smoothing": 0.5}
+    with pytest.raises(OpakeError, match="per-row losses need labels and nothing else about the loss"):
+        per_example_grads(model, engine="batched")(params, **rows)
+    got = per_example_grads(model)(params, **rows)
+    for i in range(2):
+        loss = model(ids[i : i + 1], labels=ids[i : i + 1], label_smoothing=0.5).loss
+        want = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+        torch.testing.assert_close({name: g[i] for name, g in got.items()}, want)
 
 
 def test_kernels_are_off_without_a_gpu_unless_asked_for() -> None:

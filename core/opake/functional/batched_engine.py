@@ -20,6 +20,8 @@ from opake.functional.rows import Rows
 from opake.functional.target import Target
 
 IGNORED = -100
+# keywords of a model call that its loss would take
+_ABOUT_THE_LOSS = frozenset({"shift_labels", "num_items_in_batch", "label_smoothing", "ignore_index"})
 # logits may be deferred, see opake.lm_head
 Losses = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -51,7 +53,7 @@ def _loss_obstacle(inner: nn.Module, rows: Rows) -> str | None:
     named = rows.rebuild(rows.leaves)[1]
     if row_losses_of(inner) is None:
         return f"the loss of {type(inner).__name__} is not known per row"
-    if named.get("labels") is None or "shift_labels" in named or "num_items_in_batch" in named:
+    if named.get("labels") is None or not _ABOUT_THE_LOSS.isdisjoint(named):
         return f"per-row losses need labels and nothing else about the loss; the rows are {', '.join(named)}"
     if "position_ids" in named and "attention_mask" not in named:
         return "without a mask, Transformers reads position_ids for sequences packed in one row"
