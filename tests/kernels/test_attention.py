@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.func import grad, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opake_kernels.attention import attention_reference, opake_attention
-from opake_kernels.attention.backend import Backend
-from opake_kernels.attention.backends import CPU_FLASH, PUBLIC, choose
+from opake_kernels.attention import attention_reference, backends, opake_attention
+from opake_kernels.attention.backend import Backend, schema_matches
+from opake_kernels.attention.backends import CPU_FLASH, PUBLIC, choose, unknown_backends
 from opake_kernels.attention.cuda import CUDNN, EFFICIENT, FLASH
 from opake_kernels.attention.folded import folded_attention
 
@@ -333,3 +333,27 @@ def test_cuda_choice_honours_sdpa_kernel() -> None:
             assert choose(q, k, v, mask, False) is backend
     with sdpa_kernel(SDPBackend.MATH):
         assert choose(q, k, v, None, True) is PUBLIC
+
+
+def test_operators_in_another_form_are_not_called_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = heads(B)
+    assert unknown_backends("cpu") == []
+    monkeypatch.setattr(backends, "CPU_FLASH_SERVES", False)
+    assert choose(q, k, v, None, True) is PUBLIC
+    assert backends.backend_names("cpu") == ["public"]
+    assert unknown_backends("cpu") == ["cpu_flash"]
+    monkeypatch.setitem(backends.SERVING, FLASH, False)
+    assert unknown_backends("cuda")[0] == "flash"
+    assert "flash" not in backends.backend_names("cuda")
+
+
+def test_schemas_are_compared_by_their_argument_names() -> None:
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    known = [a.name for a in getattr(torch.ops.aten, name).default._schema.arguments]
+    assert schema_matches({name: known})
+    assert not schema_matches({name: known[:-1]})
+    # what follows has a default, so a newer torch may add it
+    assert schema_matches({name: known[:-1]}, more=True)
+    assert not schema_matches({name: known[:1]}, more=True)
+    assert not schema_matches({name: [*known, "another"]}, more=True)
+    assert not schema_matches({"_no_such_operator": []})

@@ -13,7 +13,7 @@ from opake import hf
 from opake.masks.materialise import mask_function
 from opake.patching.config import own_config
 from opake.patching.undo import Skip, Undo
-from opake_kernels.attention.backends import backend_names
+from opake_kernels.attention.backends import backend_names, unknown_backends
 
 from .forward import attention_forward
 from .names import NAMES, SERVED, Name, Windowed
@@ -39,6 +39,8 @@ def remark(model: nn.Module) -> str:
     parameter = next(model.parameters(), None)
     device = "cpu" if parameter is None else parameter.device.type
     kernels = f"inside transforms by {', '.join(backend_names(device))}"
+    if unknown := unknown_backends(device):
+        kernels += f" (this torch has {', '.join(unknown)} in a form that opake does not know)"
     name = hf.attention_name(model)
     return kernels if name == "sdpa" else f"{kernels}, in place of {name}"
 

@@ -116,6 +116,15 @@ def _hardware() -> Iterator[Finding]:
     yield Finding("CUDA", ", ".join(devices) or "no device", "ok" if devices else "note", "" if devices else plain)
     reason = no_kernels_because()
     yield Finding("kernels", "on" if reason is None else "off", "note" if reason else "ok", reason or "")
+    yield _attention("cuda" if devices else "cpu")
+
+
+def _attention(device: str) -> Finding:
+    from opake_kernels.attention.backends import backend_names, unknown_backends
+
+    unknown = ", ".join(unknown_backends(device))
+    lost = f"this torch has {unknown} in a form that opake does not know: right, but slower" if unknown else ""
+    return Finding("attention", ", ".join(backend_names(device)), "note" if unknown else "ok", lost)
 
 
 def _optional() -> Iterator[Finding]:

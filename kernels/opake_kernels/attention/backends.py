@@ -14,8 +14,9 @@ import torch.nn.functional as F
 
 from opake_kernels.launch import HAS_TRITON
 
+from . import cuda
 from .backend import Backend, Tensors, additive, aten, repeated, schema_matches, summed
-from .cuda import SERVING, choose_cuda
+from .cuda import CUDNN, EFFICIENT, FLASH, SERVING, choose_cuda
 
 
 def _cpu_forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> Any:
@@ -82,9 +83,17 @@ def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 
 
 def backend_names(device: str) -> list[str]:
-    """The backends that the installed torch has for a device type, best first; the last one is always there."""
+    """The kernels that serve a device type here, best first; the last one is always there."""
     if device == "cuda":
-        fused = [backend.name for backend, serves in SERVING.items() if serves] + ["triton"] * HAS_TRITON
+        fused = [backend.name for backend in (FLASH, CUDNN, EFFICIENT) if SERVING[backend]] + ["triton"] * HAS_TRITON
     else:
         fused = [CPU_FLASH.name] if device == "cpu" and CPU_FLASH_SERVES else []
     return [*fused, PUBLIC.name]
+
+
+def unknown_backends(device: str) -> list[str]:
+    """The kernels whose operators the installed torch has in another form: the public form serves in their place."""
+    if device == "cuda":
+        named = {backend.name: serves for backend, serves in SERVING.items()}
+        return [name for name, serves in {**named, "flash with a window": cuda.WINDOW_SERVES}.items() if not serves]
+    return [CPU_FLASH.name] if device == "cpu" and not CPU_FLASH_SERVES else []
