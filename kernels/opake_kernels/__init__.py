@@ -1,6 +1,7 @@
 """Fused Triton ops with a plain PyTorch twin each; they know nothing about models."""
 
 from .add_rms_norm import opake_fused_add_rms_norm
+from .attention import opake_attention
 from .cross_entropy import opake_cross_entropy_loss
 from .gated import (
     opake_gated_activation,
@@ -17,6 +18,7 @@ from .rope import opake_rope, opake_rope_qk
 from .selective_log_softmax import opake_selective_log_softmax
 
 __all__ = [
+    "opake_attention",
     "opake_cross_entropy_loss",
     "opake_fused_add_rms_norm",
     "opake_gated_activation",
