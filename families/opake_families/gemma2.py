@@ -1,7 +1,7 @@
 """Gemma 2: norms before and after each sublayer, alternating windows, soft caps on scores and logits.
 
 The record for the fused addition names the norm after attention, whose output is added, and the norm before the MLP.
-Nothing of the vocabulary is left out; attention takes plain operations, because no fused kernel caps its scores.
+Nothing of the vocabulary is left out. No kernel of PyTorch caps scores: attention takes opake's own in steps on CUDA.
 """
 
 from opake.records import (
