@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +35,9 @@ def kernels(
 
     if not torch.cuda.is_available():
         fail("opake bench kernels needs a CUDA device; this torch sees none")
+        raise typer.Exit(1)
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        fail("--plot needs the package matplotlib: pip install matplotlib")
         raise typer.Exit(1)
     from .cases import CASES
     from .kernels import PROVIDERS, machine, run

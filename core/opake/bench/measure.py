@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,17 @@ from torch.func import vjp, vmap
 
 from .cases import Case, Op
 
-__all__ = ["copy_bandwidth", "group", "per_example", "plain", "python_cost", "time_ms"]
+__all__ = [
+    "Replay",
+    "captured",
+    "copy_bandwidth",
+    "group",
+    "peak_gib",
+    "per_example",
+    "plain",
+    "python_cost",
+    "time_ms",
+]
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
@@ -26,9 +36,15 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 def time_ms(fn: Callable[[], Any]) -> tuple[float, float]:
-    """(median ms, peak GiB above what was allocated before)."""
+    """(median ms, peak GiB above what was allocated before); of a replay, the peak of what was captured."""
     from triton.testing import do_bench
 
+    peak = fn.peak_gib if isinstance(fn, Replay) else peak_gib(fn)
+    return float(do_bench(fn, warmup=10, rep=60, return_mode="median")), peak  # pyright: ignore
+
+
+def peak_gib(fn: Callable[[], Any]) -> float:
+    """The most that a call allocates at any time, in GiB; its first call, which compiles, is not counted."""
     fn()
     torch.cuda.synchronize()
     gc.collect()
@@ -37,8 +53,7 @@ def time_ms(fn: Callable[[], Any]) -> tuple[float, float]:
     torch.cuda.reset_peak_memory_stats()
     fn()
     torch.cuda.synchronize()
-    peak = (torch.cuda.max_memory_allocated() - base) / 2**30
-    return float(do_bench(fn, warmup=10, rep=60, return_mode="median")), peak  # pyright: ignore
+    return (torch.cuda.max_memory_allocated() - base) / 2**30
 
 
 def copy_bandwidth() -> float:
@@ -92,19 +107,30 @@ def group(op: Op, case: Case, args: tuple[Any, ...]) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(_tuple(op(*leaves)), inputs, cotangents)
 
 
-def captured(fn: Callable[[], Any]) -> Callable[[], Any]:
+@dataclass(frozen=True)
+class Replay:
+    """A CUDA graph to call, the peak of what it does, and what has to stay alive for it: results and arguments."""
+
+    graph: Any
+    peak_gib: float
+    held: Any
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def captured(fn: Callable[[], Any]) -> Replay:
     """`fn` as the replay of a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):
-            fn()
+        peak = peak_gib(fn)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = fn()
     # `fn` holds the tensors that the graph reads
-    return lambda: (graph.replay(), kept, fn)
+    return Replay(graph, peak, (kept, fn))
 
 
 def python_cost(op: Op, case: Case, mapped: bool, more: int = 16) -> float:
