@@ -1,4 +1,4 @@
-"""`opake bench kernels`: providers compute the same, every mode runs, bars are drawn, and what is asked for is known."""
+"""`opake bench kernels`: providers compute the same, every mode runs, bars are drawn, unknown names are errors."""
 
 from __future__ import annotations
 
