@@ -17,7 +17,7 @@ from opake_kernels.attention.backends import backend_names, unknown_backends
 
 from .forward import attention_forward
 from .names import NAMES, SERVED, Name, Windowed
-from .windows import hands_on
+from .windows import needs_no_mask
 
 __all__ = ["NAMES", "Name", "fits", "register", "remark", "select", "unregister"]
 
@@ -50,7 +50,7 @@ def select(model: nn.Module, wrappers: tuple[nn.Module, ...], *, attention: bool
     now = hf.attention_name(model)
     before = next((key for key, name in NAMES.items() if str(name) == str(now)), (False, False))
     name = NAMES[(attention or before[0], masks or before[1])]
-    if name == str(NAMES[True, True]) and hands_on(model, "sliding_window"):
+    if name == str(NAMES[True, True]) and needs_no_mask(model):
         name = Windowed(name)
     register()
     undo = own_config(model, wrappers)

@@ -7,6 +7,7 @@ Transformers' own flash attention, which never gets such a mask, relies on. Leav
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import nn
 from opake.checkpoint.guard import inside_step
 from opake.patching.instance import layers
 from opake.patching.replace import globals_read
+
+MASK = "attention_mask"
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
@@ -32,6 +35,21 @@ def hands_on(model: nn.Module, keyword: str) -> bool:
     """Whether every attention layer of the model passes `keyword` to its attention function."""
     found = attention_layers(model)
     return bool(found) and all(_mentions(type(layer), keyword) for layer in found)
+
+
+def needs_no_mask(model: nn.Module) -> bool:
+    """Whether every attention layer hands its window and its mask on and does nothing else with the mask.
+
+    A layer that adds keys of its own (DeepSeek-V4) extends the mask for them, and must get one.
+    """
+    return hands_on(model, "sliding_window") and all(_mask_uses(type(m)) == 1 for m in attention_layers(model))
+
+
+def _mask_uses(cls: type[nn.Module]) -> int:
+    steps = [step for fn in layers(cls.forward) for step in dis.get_instructions(fn)]
+    reads = [step.argval for step in steps if step.opname.startswith("LOAD_FAST")]
+    # newer interpreters read two variables in one step
+    return sum(read == MASK or (isinstance(read, tuple) and MASK in read) for read in reads)
 
 
 def _mentions(cls: type[nn.Module], keyword: str) -> bool:

@@ -74,7 +74,7 @@ def sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def apply(module: nn.Module) -> Undo:
     read = globals_read(module, _is_builder)
     # the attention layers lie below the module that makes their masks
-    knowing = eager.overlaid(module) and windows.hands_on(module, "sliding_window")
+    knowing = eager.overlaid(module) and windows.needs_no_mask(module)
     return overlay(module, {name: _rebound(builder, knowing) for name, builder in read.items()})
 
 
