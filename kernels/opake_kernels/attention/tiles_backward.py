@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from opake_kernels.launch import jit, tl
 
-from .tiles import capped, seen_scores
+from .tiles import capped, keys_seen, load_rows, seen_scores
 
 __all__ = ["delta_kernel", "keys_kernel", "queries_kernel"]
 
@@ -55,27 +55,26 @@ def queries_kernel(
     log_sum = tl.load(STAT + 2 * row + T + t, t < T, 0.0)
     delta = tl.load(DELTA + row + t, t < T, 0.0)
     acc = tl.zeros((BM, BD), tl.float32)
-    begin, end = 0, S
-    if WINDOW:
-        begin = tl.maximum(first + ahead - window + 1, 0) // BN * BN
-    if CAUSAL:
-        end = tl.minimum(S, first + BM + ahead)
-    for start in range(begin, end, BN):
-        s = start + tl.arange(0, BN)
-        at = s.to(tl.int64)[:, None]
-        k = tl.load(K + at * k_s + d[None, :], (s < S)[:, None] & (d < D)[None, :], 0.0)
-        v = tl.load(V + at * v_s + e[None, :], (s < S)[:, None] & (e < DV)[None, :], 0.0)
-        score, slope = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, softcap, SOFTCAP, PRECISE)
-        score = seen_scores(
-            score, t[:, None], s[None, :], M, m_t, m_s, T, S, ahead, window, CAUSAL, WINDOW, MASK
-        )  # fmt: skip
-        # the two statistics one after the other: next to a huge `high` the other would be lost
-        p = tl.exp2((score - high[:, None]) - log_sum[:, None])
-        dp = tl.dot(go, tl.trans(v), input_precision="ieee")
-        ds = p * (dp - delta[:, None])
-        if SOFTCAP:
-            ds = ds * slope
-        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
+    begin, whole, ragged, end = keys_seen(first, ahead, window, S, CAUSAL, WINDOW, BM, BN)
+    for part in tl.static_range(2 if PRECISE else 0 if WINDOW else 1, 3):
+        low = begin if part == 0 or PRECISE else whole if part == 1 else ragged
+        high_end = whole if part == 0 else ragged if part == 1 else end
+        for start in range(low, high_end, BN):
+            s = start + tl.arange(0, BN)
+            at = s.to(tl.int64)[:, None]
+            k = load_rows(K + at * k_s + d[None, :], s, S, d, D, BD, part != 1)
+            v = load_rows(V + at * v_s + e[None, :], s, S, e, DV, BV, part != 1)
+            score, slope = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, softcap, SOFTCAP, PRECISE)
+            score = seen_scores(
+                score, t[:, None], s[None, :], M, m_t, m_s, T, S, ahead, window, CAUSAL, WINDOW, MASK, part != 1
+            )  # fmt: skip
+            # the two statistics one after the other: next to a huge `high` the other would be lost
+            p = tl.exp2((score - high[:, None]) - log_sum[:, None])
+            dp = tl.dot(go, tl.trans(v), input_precision="ieee")
+            ds = p * (dp - delta[:, None])
+            if SOFTCAP:
+                ds = ds * slope
+            acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
     tl.store(DQ + a * d_a + n * d_n + rows * d_t + d[None, :], acc * scale, wide)
 
 
@@ -98,6 +97,7 @@ def keys_kernel(
     k = tl.load(K + a * k_a + kv * k_n + at * k_s + d[None, :], wide, 0.0)
     v = tl.load(V + a * v_a + kv * v_n + at * v_s + e[None, :], tall, 0.0)
     dk, dv = tl.zeros((BN, BD), tl.float32), tl.zeros((BN, BV), tl.float32)
+    # one loop: told apart by what they see, as above, the tiles of queries would take more registers than there are
     begin, end = 0, T
     if CAUSAL:
         begin = tl.maximum(first - ahead, 0) // BM * BM
@@ -119,7 +119,7 @@ def keys_kernel(
             delta = tl.load(DELTA + row + t, t < T, 0.0)
             score, slope = capped(tl.dot(k, tl.trans(q), input_precision="ieee"), scale, softcap, SOFTCAP, PRECISE)
             score = seen_scores(
-                score, t[None, :], s[:, None], of_head, m_t, m_s, T, S, ahead, window, CAUSAL, WINDOW, MASK
+                score, t[None, :], s[:, None], of_head, m_t, m_s, T, S, ahead, window, CAUSAL, WINDOW, MASK, True
             )  # fmt: skip
             p = tl.exp2((score - high[None, :]) - log_sum[None, :])
             dv = tl.dot(p.to(go.dtype), go, dv, input_precision="ieee")
