@@ -79,8 +79,8 @@ def alive(tensors: Any) -> list[Any]:
     return _map(unwrap_if_dead, tensors) if SHORT_ROAD else list(unwrap_dead_wrappers(tuple(tensors)))
 
 
-def _map(fn: Callable[[torch.Tensor], Any], args: Any) -> list[Any]:
-    return [fn(a) if isinstance(a, torch.Tensor) else a for a in args]
+def _map(fn: Callable[[torch.Tensor], Any], args: Any, kind: type = torch.Tensor) -> list[Any]:
+    return [fn(a) if isinstance(a, kind) else a for a in args]
 
 
 def _wrap(output: Any, wrap: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -100,7 +100,8 @@ def short_apply(cls: Any) -> Callable[..., Any]:
     def apply(*given: Any) -> Any:
         args = _map(unwrap_if_dead, given)
         if not transforms_active():
-            return plain(*args) if _recorded(args) else cls.forward(*args)
+            # where gradients are on, the C++ apply sees for itself whether one is needed
+            return plain(*args) if torch.is_grad_enabled() or _forward_mode() else cls.forward(*args)
         interpreter = retrieve_current_functorch_interpreter()
         kind = interpreter.key()
         if kind == TransformType.Vmap:
@@ -112,11 +113,8 @@ def short_apply(cls: Any) -> Callable[..., Any]:
     return apply
 
 
-def _recorded(args: list[Any]) -> bool:
-    """Whether autograd has anything to do with a call on these arguments."""
-    if getattr(forward_ad, "_current_level", 0) >= 0:
-        return True
-    return torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+def _forward_mode() -> bool:
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def _through_vmap(cls: Any, apply: Callable[..., Any], interpreter: Any, args: list[Any]) -> Any:

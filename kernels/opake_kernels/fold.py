@@ -124,11 +124,15 @@ def function_pair(
     saved_roles = [*[ROWS] * outputs, *[roles[i] for i in save_inputs], *[ROWS] * len(save_outputs)]
     n_back = len(saved_roles)
     users = save_for or {}
+    shared = [i for i, role in enumerate(roles) if role is SHARED]
     unsupported = f"{name}: {{}} is not supported; use the op's plain twin for it"
 
     def save(inputs: Sequence[Any], out: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[torch.Tensor | None]:
-        kept = [inputs[i] if i not in users or any(needs[j] for j in users[i]) else None for i in save_inputs]
-        return [*kept, *[out[i] for i in save_outputs]]
+        kept = [inputs[i] for i in save_inputs]
+        if users:
+            wanted = [i not in users or any(needs[j] for j in users[i]) for i in save_inputs]
+            kept = [t if here else None for t, here in zip(kept, wanted, strict=True)]
+        return [*kept, *[out[i] for i in save_outputs]] if save_outputs else kept
 
     class Backward(Function):
         @staticmethod
@@ -159,10 +163,6 @@ def function_pair(
 
     class Forward(Function):
         @staticmethod
-        def forward(*args: Any) -> Any:
-            return forward(*args)
-
-        @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             out = output if isinstance(output, tuple) else (output,)
             if stats:
@@ -170,28 +170,31 @@ def function_pair(
             ctx.set_materialize_grads(materialize)
             ctx.save_for_backward(*save(inputs, out, ctx.needs_input_grad))
             ctx.settings = inputs[n_in:]
-            ctx.shapes = [
-                t.shape if role is SHARED and t is not None else None for t, role in zip(inputs, roles, strict=False)
-            ]
+            if shared:
+                ctx.shapes = [None if inputs[i] is None else inputs[i].shape for i in shared]
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            need = ctx.needs_input_grad[:n_in]
-            nothing: list[torch.Tensor | None] = [None] * (n_in + len(ctx.settings))
+            need, settings = ctx.needs_input_grad[:n_in], ctx.settings
+            none = (None,) * len(settings)
             if grads[0] is None and all(g is None for g in grads[:outputs]):
-                return tuple(nothing)
+                return (None,) * n_in + none
             if torch.is_grad_enabled() or transforms_active():
                 mask = sum(1 << i for i in range(n_in) if need[i])
-                packed = eagerly(apply_backward, *grads[:outputs], *ctx.saved_tensors, mask, *ctx.settings)
+                packed = eagerly(apply_backward, *grads[:outputs], *ctx.saved_tensors, mask, *settings)
                 packed = iter(packed if isinstance(packed, tuple) else (packed,))
                 found: Any = [next(packed) if wanted else None for wanted in need]
             else:
                 # an ordinary backward records nothing: no Function needed
-                found = eagerly(backward, alive(grads[:outputs]), alive(ctx.saved_tensors), need, *ctx.settings)
-            for i, (grad, shape) in enumerate(zip(found, ctx.shapes, strict=True)):
-                if need[i]:
-                    nothing[i] = grad if shape is None else sum_to_shape(grad, shape)
-            return tuple(nothing)
+                given = alive((*grads[:outputs], *ctx.saved_tensors))
+                found = eagerly(backward, given[:outputs], given[outputs:], need, *settings)
+            if shared and settings[0]:
+                # groups that shared a tensor add their gradients
+                found = list(found)
+                for i, shape in zip(shared, ctx.shapes, strict=True):
+                    if need[i] and shape is not None and found[i] is not None:
+                        found[i] = sum_to_shape(found[i], shape)
+            return (*found, *none)
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -203,6 +206,8 @@ def function_pair(
             groups, *settings = args[n_in:]
             return apply_forward(*tensors, groups + 1, *settings), 0
 
+    # no frame of our own around it
+    Forward.forward = staticmethod(forward)  # pyright: ignore[reportAttributeAccessIssue]
     Forward.__name__ = Forward.__qualname__ = name
     # the node that a graph shows for the op
     Forward._backward_cls.__name__ = f"{name}Backward"  # pyright: ignore[reportAttributeAccessIssue]

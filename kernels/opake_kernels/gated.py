@@ -15,7 +15,7 @@ from .activations import Activation, activation_for
 from .checks import autocast_to_widest, check_float, check_same_device, check_same_dtype, check_shape
 from .fold import ROWS, function_pair
 from .gated_kernels import gated_backward, gated_forward
-from .launch import uses_triton
+from .launch import alike, uses_triton
 from .strided_rows import dense_like
 
 __all__ = [
@@ -116,6 +116,8 @@ def opake_gated_activation(
             return _gated_combined(gate, 0, act, interleaved)
         return gated_reference(gate, None, act, interleaved)
     check_float(op, gate=gate, up=up)
+    if not interleaved and alike(gate, up):
+        return _gated(gate, up, 0, act)
     if interleaved:
         raise ValueError(f"{op}: interleaved=True takes one combined tensor, got gate and up")
     gate, up = autocast_to_widest(gate, up)

@@ -41,6 +41,7 @@ __all__ = [
     "DEBUG",
     "HAS_TRITON",
     "INTERPRET",
+    "alike",
     "cdiv",
     "jit",
     "launch",
@@ -77,6 +78,18 @@ def uses_triton(*tensors: torch.Tensor | None) -> bool:
         if tensor.is_floating_point() and tensor.dtype not in _KERNEL_DTYPES:
             return False
     return True
+
+
+def alike(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors have one shape, dtype and device, which the kernels serve as they are."""
+    return (
+        uses_triton(x)
+        and x.dtype in _KERNEL_DTYPES
+        and x.dtype == y.dtype
+        and x.shape == y.shape
+        and x.device == y.device
+        and not torch.is_autocast_enabled(x.device.type)
+    )
 
 
 def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, **meta: Any) -> None:
