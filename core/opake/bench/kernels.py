@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import head_cases, lora_cases, norm_rope_cases  # noqa: F401 - they register their cases
+from . import attention_cases, head_cases, lora_cases, norm_rope_cases  # noqa: F401 - they register their cases
 from .cases import CASES, Case, Op
 from .measure import captured, copy_bandwidth, group, per_example, plain, python_cost, time_ms
 
