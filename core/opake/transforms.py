@@ -36,6 +36,9 @@ def inside_transform() -> bool:
     Inside the body of a `torch.autograd.Function` whose `vmap` rule handed it a folded tensor, the transform that was
     folded away no longer counts: the answer is about the tensors at hand.
     """
+    # torch.compile folds this question into a constant, while it traces a transform as well; it cannot trace the other
+    if torch.compiler.is_compiling():
+        return torch._C._are_functorch_transforms_active()
     return bool(_probe())
 
 

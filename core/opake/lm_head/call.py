@@ -9,6 +9,7 @@ adds to what it returns, `modules_to_save` chooses between copies, and both go o
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -24,6 +25,9 @@ from .deferred import DeferredLogits
 from .head import Head
 
 _call: ContextVar[LossOnly | None] = ContextVar("opake_loss_only", default=None)
+# how many calls are under way on all threads: torch.compile can read a number, but no context variable
+_runs = 0
+_counting = threading.Lock()
 
 
 class LossOnly:
@@ -83,6 +87,8 @@ def _by_example(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 def linear_forward(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The wrapped forward of a linear in a head."""
+    if not _runs:
+        return inner(self, *args, **kwargs)
     call = _call.get()
     if call is None or len(args) != 1 or kwargs:
         return inner(self, *args, **kwargs)
@@ -92,15 +98,23 @@ def linear_forward(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwa
 @contextlib.contextmanager
 def running(call: LossOnly | None) -> Iterator[None]:
     """Make `call` the one under way; None suspends it, for an ordinary call inside a loss-only one."""
+    _count(1)
     token = _call.set(call)
     try:
         yield
     finally:
         _call.reset(token)
+        _count(-1)
+
+
+def _count(step: int) -> None:
+    global _runs
+    with _counting:
+        _runs += step
 
 
 def under_way() -> bool:
-    return _call.get() is not None
+    return bool(_runs) and _call.get() is not None
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -84,7 +84,7 @@ def rebind(fn: object, names: dict[str, Any], busy: tuple[FunctionType, ...] = (
         cells.append(inner)
     if not changed:
         return None
-    scope = {**fn.__globals__, **{name: names[name] for name in hit}} if hit else fn.__globals__
+    scope = _overlaid(fn.__globals__, {name: names[name] for name in hit}) if hit else fn.__globals__
     new = FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, tuple(cells) if fn.__closure__ else None)
     new.__kwdefaults__ = fn.__kwdefaults__
     new.__qualname__, new.__module__, new.__doc__ = fn.__qualname__, fn.__module__, fn.__doc__
@@ -92,6 +92,14 @@ def rebind(fn: object, names: dict[str, Any], busy: tuple[FunctionType, ...] = (
     if hasattr(fn, "__wrapped__"):
         new.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
     return new
+
+
+def _overlaid(scope: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    """The globals with other values for some names, and without the name of their module.
+
+    torch.compile looks a global up in the module that the mapping names, where it would find the original.
+    """
+    return {key: value for key, value in {**scope, **names}.items() if key != "__name__"}
 
 
 def layers(fn: object, busy: tuple[FunctionType, ...] = ()) -> Iterator[FunctionType]:

@@ -1,0 +1,124 @@
+"""`opake explain` says what patching then does, without weights, and counts what can be reckoned by hand."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig
+
+from opake import hf
+from opake.checking.tiny import tiny_batch, tiny_config, tiny_model
+from opake.cli import main
+from opake.errors import InputError
+from opake.explain import explain
+from opake.functional import clipped_grad
+from opake.patches import apply_model_patches
+
+LARGE = LlamaConfig(
+    hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, vocab_size=128256
+)
+
+
+def saved(config: Any, where: Path) -> str:
+    config.save_pretrained(where)
+    return str(where)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3", "gpt2", "olmo"])
+def test_it_says_what_patching_does(model_type: str, tmp_path: Path) -> None:
+    config = tiny_config(model_type)
+    config._attn_implementation = None
+    told = explain(saved(config, tmp_path), rank=2, tokens=12, dtype="float32")
+    model = adapted(tiny_model(config))
+    report = apply_model_patches(model) if told.report.family != "generic" else quietly(model)
+    assert [(row.record, row.site, row.state) for row in told.report.rows] == [
+        (row.record, row.site, row.state) for row in report.rows
+    ]
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert told.cost.trainable == sum(p.numel() for p in trainable.values())
+    step = clipped_grad(model, clip_norm=1.0)(trainable, **tiny_batch())
+    assert (told.engine, told.cost.reason) == (step.engine, "")
+
+
+def adapted(model: Any) -> Any:
+    options = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        # of PEFT, about transposed weights
+        warnings.simplefilter("ignore")
+        return get_peft_model(model, options)
+
+
+def quietly(model: Any) -> Any:
+    from opake.errors import GenericFamilyWarning
+
+    with pytest.warns(GenericFamilyWarning):
+        return apply_model_patches(model)
+
+
+def test_operations_are_those_of_the_products(tmp_path: Path) -> None:
+    found = explain(saved(tiny_config("llama"), tmp_path), rank=0, tokens=64, dtype="float32").cost
+    layers, heads, width = 2, 4, 8
+    embedding, vectors = 97 * 32, 5 * 32
+    products = 2 * 3 * 64 * (found.parameters - embedding - vectors)
+    attention = 7 * layers * heads * 64 * 64 * width
+    # the first projections need no gradient of their input, but embeddings train here, so they do
+    assert found.flops == products + attention
+    assert found.weights == 4 * found.parameters
+    assert found.kept is not None
+    assert found.kept > found.logits > 0
+
+
+def test_a_large_model_takes_no_memory_and_a_checkpoint_a_layer_is_told(tmp_path: Path) -> None:
+    found = explain(saved(LARGE, tmp_path), rank=16, tokens=4096)
+    assert found.cost.parameters > 68e9
+    assert found.cost.layers == 4096 * 8192 * 80 * 2
+    assert found.engine == "batched"
+    assert len(found.report.find(flag="lora_mlp", state="applied")) == 80
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_cuda_device_can_be_supposed(tmp_path: Path) -> None:
+    where = saved(tiny_config("llama"), tmp_path)
+    here, there = (explain(where, tokens=12, cuda=cuda).report.find(flag="rope") for cuda in (False, True))
+    assert {(row.state, row.reason) for row in here} == {("off", "no CUDA device")}
+    assert {row.state for row in there} == {"applied"}
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    before = set(hf.attention_functions()), set(hf.mask_functions())
+    explain(saved(tiny_config("llama"), tmp_path), tokens=12)
+    assert (set(hf.attention_functions()), set(hf.mask_functions())) == before
+
+
+def test_the_verb_prints_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = saved(tiny_config("llama"), tmp_path)
+    for arguments in ([where, "--tokens", "12", "--rows", "2"], [f"{where}/config.json", "--json"]):
+        with pytest.raises(SystemExit) as done:
+            main(["explain", *arguments])
+        assert done.value.code == 0
+        out = capsys.readouterr().out
+        if "--json" in arguments:
+            assert json.loads(out)["model_type"] == "llama"
+        else:
+            assert "per-example gradients by the batched engine" in out
+            assert "LoRA of rank 16 on all linear layers" in out
+            assert "activations, stock" in out
+
+
+@pytest.mark.parametrize("bad", ["no/such/place", "t5"])
+def test_what_is_no_causal_model_is_refused(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = bad
+    if bad == "t5":
+        where = str(tmp_path)
+        (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(InputError, match=r"causal language model|no config of a model"):
+        explain(where)
+    with pytest.raises(SystemExit) as done:
+        main(["explain", where])
+    assert done.value.code == 2
