@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 
 from opake.attention import eager, forward, windows
 from opake.checking.tiny import tiny_config, tiny_model
-from opake.checkpoint.guard import inside_step
+from opake.checkpoint.step import inside_step
 from opake.functional import per_example_grads
 from opake.masks import builders, materialise
 from opake.patches import apply_model_patches, patch_report, restore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from opake.checking.tiny import tiny_config, tiny_model
 from opake.checkpoint import rematerialise, selective_checkpointing
 from opake.checkpoint.guard import RematCheckpoint
+from opake.checkpoint.replay import Replay
+from opake.checkpoint.step import batched_step, in_batched_step
 from opake.errors import InputError, OptionTypeError
 from opake.functional import per_example_grads
 from opake.patches import apply_model_patches, apply_runtime_patches, restore_runtime
@@ -185,6 +188,24 @@ def test_without_the_flag_torch_stays_as_it_was() -> None:
     held = [vars(m).get("_gradient_checkpointing_func") for m in model.modules()]
     apply_model_patches(model, vmap_checkpointing=False)
     assert [vars(m).get("_gradient_checkpointing_func") for m in model.modules()] == held
+
+
+def test_a_recomputation_in_another_thread_knows_which_engine_runs() -> None:
+    # the threads of a CUDA backward start without the context of the step
+    with batched_step():
+        replay = Replay([torch.zeros(1)])
+    found: list[bool] = []
+
+    def recompute() -> None:
+        found.append(in_batched_step())
+        with replay():
+            found.append(in_batched_step())
+        found.append(in_batched_step())
+
+    thread = threading.Thread(target=recompute)
+    thread.start()
+    thread.join()
+    assert found == [False, True, False]
 
 
 @pytest.mark.parametrize(

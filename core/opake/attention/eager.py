@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opake.checkpoint.guard import inside_step
+from opake.checkpoint.step import inside_step
 from opake.patching.hardware import no_kernels_because
 from opake.patching.notes import note
 from opake.patching.replace import globals_read, overlay

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opake.checkpoint.guard import inside_step
+from opake.checkpoint.step import inside_step
 from opake.patching.instance import layers
 from opake.patching.replace import globals_read
 

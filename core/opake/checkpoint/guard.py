@@ -8,7 +8,6 @@ one for models that call it by name. Putting either in its place, and taking it 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import inspect
 import warnings
@@ -19,8 +18,8 @@ import torch.utils.checkpoint
 
 from opake.checkpoint.reach import flatten_partial, reach
 from opake.checkpoint.rematerialise import remat_reached
+from opake.checkpoint.step import batched_step, inside_step
 from opake.errors import OpakeWarning
-from opake.transforms import inside_transform
 
 # keywords that torch.utils.checkpoint.checkpoint keeps for itself; it takes preserve_rng_state out of **kwargs
 _OWN_KEYWORDS = frozenset(
@@ -30,25 +29,14 @@ _OWN_KEYWORDS = frozenset(
 ) | {"preserve_rng_state"}
 
 
-_everywhere = contextvars.ContextVar("opake_remat_everywhere", default=False)
-
-
 @contextlib.contextmanager
 def rematerialised() -> Iterator[None]:
     """For the time of the block, checkpoints rematerialise outside transforms too.
 
     torch's reentrant checkpoint finds no way to a frozen input's parameters, and gives them no gradient, in silence.
     """
-    token = _everywhere.set(True)
-    try:
+    with batched_step():
         yield
-    finally:
-        _everywhere.reset(token)
-
-
-def inside_step() -> bool:
-    """Whether per-example gradients are being computed: inside a transform, or in a step of the batched engine."""
-    return inside_transform() or _everywhere.get()
 
 
 class RematCheckpoint:

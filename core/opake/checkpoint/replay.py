@@ -1,4 +1,4 @@
-"""The surroundings of a call - random state and autocast - taken down once and put back for its recomputation.
+"""The surroundings of a call - random state, autocast, the engine - taken down and put back for its recomputation.
 
 Without it a recomputed dropout draws another mask and the gradient belongs to no forward. The random state is kept
 only if the call drew from it, so that a call without dropout pays for one comparison. A CUDA graph capture forbids
@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from opake.checkpoint.step import batched_step, in_batched_step
+
 
 class Replay:
     """Random state of the CPU and of the CUDA devices of `tensors`, and autocast, as they are now."""
@@ -20,6 +22,7 @@ class Replay:
         tensors = list(tensors)
         self._devices = sorted({t.device.index for t in tensors if t.is_cuda})
         self._rng = self._read_rng() if preserve_rng else None
+        self._batched = in_batched_step()
         self._autocast = [(kind, *_autocast_state(kind)) for kind in sorted({t.device.type for t in tensors})]
 
     def _read_rng(self) -> tuple[torch.Tensor, ...] | None:
@@ -36,6 +39,7 @@ class Replay:
     def __call__(self) -> Iterator[None]:
         """The surroundings of the call, for the time of the block."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(batched_step(self._batched))
             for kind, *state in self._autocast:
                 if state != _autocast_state(kind):
                     stack.enter_context(torch.autocast(kind, enabled=state[0], dtype=state[1], cache_enabled=False))
