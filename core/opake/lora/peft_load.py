@@ -17,7 +17,11 @@ from opake.errors import InputError
 from .adapter import LinearAdapter
 from .canonical import CanonicalAdapter
 from .driver import _require_bare, install
+from .gating import gating_module
 from .plan import Choices, Step, make_plan
+from .shapes import shape_of
+from .targets import is_router_name
+from .wrapper import AdapterWrapper
 
 Model = TypeVar("Model", bound=nn.Module)
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
@@ -25,6 +29,8 @@ WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "b
 CANONICAL = "opake_canonical"
 Ranks = dict[str, dict[str, int]]
 KEY = re.compile(r"(?P<name>.+)\.lora_(?P<kind>[AB])(?:\.[^.]+)?\.weight")
+# an adapted head is saved with the adapter
+BASE = ".base_layer."
 # settings that change what a layer computes, with the value that changes nothing
 PLAIN = {"use_dora": False, "lora_bias": False, "use_bdlora": None, "alora_invocation_tokens": None}
 PLAIN |= {"arrow_config": None, "kasa_config": None, "velora_config": None, "monteclora_config": None}
@@ -49,17 +55,18 @@ def load_peft_adapter(
     _require_bare(model)
     config, tensors, ranks = _read(Path(directory))
     _require_plain(config, tensors)
-    pairs = _pairs(tensors)
+    pairs = _pairs(_without_base(model, tensors))
     steps = []
     for name, (A, B) in pairs.items():
-        _require_shape(model, name, A, B)
+        _require_fit(model, name, A, B)
         rest = {
             "dropout": config.get("lora_dropout", 0.0) if dropout is None else dropout,
             "dropout_position": "pre",
             "lora_A_init_method": "xavier",
             "lora_dtype": A.dtype,
         }
-        steps.append(_step(model, name, _scale(config, name, A.shape[0]), A, rest, ranks.get(name), canonical))
+        scale, place = _scale(config, name, A.shape[0]), _router_of(model, name)
+        steps.append(_step(model, place, scale, A, rest, ranks.get(name), canonical))
     placed = install(model, steps)
     with torch.no_grad():
         for (name, (A, B)), wrapper in zip(pairs.items(), placed.values(), strict=True):
@@ -89,9 +96,23 @@ def _require_plain(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
         odd.append(f"bias={config['bias']!r}")
     if odd:
         raise InputError(f"the checkpoint has {', '.join(odd)}, which the layers of opake.lora do not have; use PEFT")
-    strange = [key for key in tensors if not key.startswith(PREFIX) or not KEY.fullmatch(key)]
+    strange = [key for key in tensors if not key.startswith(PREFIX) or not (KEY.fullmatch(key) or BASE in key)]
     if strange:
         raise InputError(f"the checkpoint holds more than plain LoRA weights: {', '.join(strange[:3])}; use PEFT")
+
+
+def _without_base(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The adapters alone; a base weight that comes with them must be the model's own."""
+    own = model.state_dict()
+    for key, tensor in tensors.items():
+        if not KEY.fullmatch(key):
+            name = key.removeprefix(PREFIX).replace(BASE, ".")
+            there = own.get(name)
+            if there is None or there.shape != tensor.shape or not torch.equal(there.cpu().to(tensor.dtype), tensor):
+                raise InputError(
+                    f"the checkpoint brings a {name} of its own, and the model has another; load that first"
+                )
+    return {key: tensor for key, tensor in tensors.items() if KEY.fullmatch(key)}
 
 
 def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -106,16 +127,38 @@ def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor,
     return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
 
 
-def _require_shape(model: nn.Module, name: str, A: torch.Tensor, B: torch.Tensor) -> None:
+def _require_fit(model: nn.Module, name: str, A: torch.Tensor, B: torch.Tensor) -> None:
     try:
-        model.get_submodule(name)
+        module = model.get_submodule(name)
     except AttributeError:
         raise InputError(
-            f"{type(model).__name__} has no {name}, which the checkpoint adapts; is it of another model, or are these "
-            "stacked experts? PEFT has those"
+            f"{type(model).__name__} has no {name}, which the checkpoint adapts; is it of another model?"
         ) from None
-    if A.dim() != 2 or B.dim() != 2 or A.shape[0] != B.shape[1]:
-        raise InputError(f"{name}: lora_A has shape {tuple(A.shape)} and lora_B {tuple(B.shape)}")
+    if isinstance(module, AdapterWrapper):
+        raise InputError(f"{name} has an adapter already; take it off with opake.lora.remove_lora(model) first")
+    if not isinstance(getattr(module, "weight", None), torch.Tensor):
+        raise InputError(
+            f"{name} is a {type(module).__name__} without a weight of its own, such as stacked experts; use PEFT"
+        )
+    shape = shape_of(module)
+    a, b, want = tuple(A.shape), tuple(B.shape), (shape.in_features, shape.out_features)
+    if A.dim() != 2 or B.dim() != 2 or a[0] != b[1] or (a[1], b[0]) != want:
+        raise InputError(
+            f"{name} maps {want[0]} to {want[1]}, and lora_A has shape {a} and lora_B {b}, expected "
+            f"(rank, {want[0]}) and ({want[1]}, rank); is the checkpoint of another model?"
+        )
+
+
+def _router_of(model: nn.Module, name: str) -> str:
+    """The name of the router whose logits a linear layer makes; of any other layer, its own."""
+    owner, _, last = name.rpartition(".")
+    if not is_router_name(owner):
+        return name
+    try:
+        inner, _ = gating_module(model.get_submodule(owner))
+    except InputError:
+        return name
+    return owner if inner == last else name
 
 
 def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:

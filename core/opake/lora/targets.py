@@ -106,7 +106,7 @@ def _shown(target: Target) -> str:
 
 
 def _hint(target: Target, known: Mapping[str, nn.Module]) -> str:
-    endings = {name.rpartition(".")[2] for name in known}
+    endings = {name.rpartition(".")[2] for name in known if not name[-1].isdigit()}
     text = target.pattern if isinstance(target, re.Pattern) else target
     near = difflib.get_close_matches(text.rpartition(".")[2], endings, n=1)
     if near:

@@ -1,0 +1,312 @@
+"""`TEFusedLoRALinear`: what it asks of Transformer Engine, by a stand-in that checks calls; for real if it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from opake.errors import MissingDependency
+from opake.lora import LinearAdapter, TEFusedLoRALinear
+
+from .subjects import randomised
+
+BRANCH = {
+    "in_features": 6,
+    "out_features": 4,
+    "tensor_parallel_mode": None,
+    "tensor_parallel_group": None,
+    "sequence_parallel": False,
+    "accumulate_into_main_grad": False,
+}
+
+
+class Op(nn.Module):
+    """An operation of the stand-in; `made` is how it was constructed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.made = (args, kwargs)
+
+
+class Linear(Op):
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, device: str, dtype: Any, **rest: Any
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype, **rest)
+        names = ("tensor_parallel_mode", "tensor_parallel_group", "sequence_parallel", "accumulate_into_main_grad")
+        assert set(rest) == set(names)
+        assert device == "meta", "no second copy of the weights"
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+
+    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Norm(Op):
+    def __init__(self, shape: int, *, eps: float, device: str, dtype: Any, zero_centered_gamma: bool) -> None:
+        super().__init__(shape, eps=eps, zero_centered_gamma=zero_centered_gamma)
+        self.eps, self.centred = eps, zero_centered_gamma
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+
+class LayerNorm(Norm):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bias = nn.Parameter(torch.empty_like(self.weight))
+
+    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
+        return functional.layer_norm(x, x.shape[-1:], self.weight + self.centred, self.bias, self.eps)
+
+
+class RMSNorm(Norm):
+    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
+        return functional.rms_norm(x, x.shape[-1:], self.weight + self.centred, self.eps)
+
+
+class Quantize(Op):
+    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
+        assert self.made[1] == {"forward": True, "backward": False}
+        return x
+
+
+class Dropout(Op):
+    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
+        return functional.dropout(x, self.made[0][0], self.training)
+
+
+class ConstantScale(Op):
+    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
+        return x * self.made[0][0]
+
+
+class MakeExtraOutput(Op):
+    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
+        assert self.made[1] == {"in_place": True}
+        extra.append(x)
+        return x
+
+
+class AddExtraInput(Op):
+    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
+        assert self.made[1] == {"in_place": True}
+        return x + extra.pop()
+
+
+class Sequential(nn.Module):
+    """The fuser's container: extra outputs after the output, extra inputs after the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = nn.ModuleList()
+
+    def append(self, op: Op) -> Sequential:
+        self.ops.append(op)
+        return self
+
+    def forward(self, x: torch.Tensor, *extra: torch.Tensor) -> Any:
+        fp8.append(state.fp8)
+        waiting = list(extra)
+        for op in self.ops:
+            x = op.run(x, waiting)  # type: ignore[operator]
+        return (x, *waiting) if waiting else x
+
+
+class TELinear(nn.Linear):
+    """As te.Linear: an empty tensor where there is no bias."""
+
+
+class LayerNormLinear(nn.Module):
+    """As te.LayerNormLinear."""
+
+    def __init__(self, normalization: str, centred: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.eps = 6, 4, 1e-5
+        self.normalization, self.zero_centered_gamma = normalization, centred
+        self.layer_norm_weight = nn.Parameter(torch.randn(6))
+        self.layer_norm_bias = nn.Parameter(torch.randn(6)) if normalization == "LayerNorm" else None
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        gamma = self.layer_norm_weight + self.zero_centered_gamma
+        if self.normalization == "LayerNorm":
+            normed = functional.layer_norm(x, (6,), gamma, self.layer_norm_bias, self.eps)
+        else:
+            normed = functional.rms_norm(x, (6,), gamma, self.eps)
+        return (functional.linear(normed, self.weight, self.bias), normed), None
+
+
+state = SimpleNamespace(fp8=True)
+fp8: list[bool] = []
+
+
+@contextlib.contextmanager
+def fp8_autocast(enabled: bool) -> Iterator[None]:
+    before, state.fp8 = state.fp8, enabled
+    yield
+    state.fp8 = before
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The stand-in under the names of Transformer Engine."""
+    ops: Any = ModuleType("transformer_engine.pytorch.ops")
+    for op in (Linear, LayerNorm, RMSNorm, Quantize, Dropout, ConstantScale, MakeExtraOutput, AddExtraInput):
+        setattr(ops, op.__name__, op)
+    ops.Sequential = Sequential
+    pytorch: Any = ModuleType("transformer_engine.pytorch")
+    pytorch.Linear, pytorch.LayerNormLinear = TELinear, LayerNormLinear
+    pytorch.fp8_autocast, pytorch.ops = fp8_autocast, ops
+    root: Any = ModuleType("transformer_engine")
+    root.pytorch = pytorch
+    for module in (root, pytorch, ops):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    fp8.clear()
+    return pytorch
+
+
+def subject(base: nn.Module | None = None, **choices: Any) -> Any:
+    base = (base or LayerNormLinear("RMSNorm")).double().requires_grad_(False)
+    return randomised(TEFusedLoRALinear(base, LinearAdapter(base, **{"dim": 2, **choices})))
+
+
+def kinds(branch: Any) -> list[str]:
+    return [type(op).__name__ for op in branch.ops]
+
+
+BASES: dict[str, Any] = {
+    "layer norm": lambda: LayerNormLinear("LayerNorm"),
+    "rms norm": lambda: LayerNormLinear("RMSNorm"),
+    "centred": lambda: LayerNormLinear("RMSNorm", True),
+    "te linear": lambda: TELinear(6, 4),
+    "torch linear": lambda: nn.Linear(6, 4),
+    "no bias": lambda: nn.Linear(6, 4, bias=False),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_branches_compute_what_a_lora_linear_does(te: Any, base: str) -> None:
+    layer, x = subject(BASES[base]()), torch.randn(3, 6, dtype=torch.float64)
+    out, bias = layer(x)
+    assert bias is None
+    found = layer._separately(x)
+    product = found[0][0] if isinstance(found, tuple) else found
+    torch.testing.assert_close(out, product)
+    assert fp8 == [True, False], "the LoRA branch never runs in fp8"
+    grads = torch.autograd.grad(out.sin().sum(), list(layer.adapter.parameters()))
+    want = torch.autograd.grad(product.sin().sum(), list(layer.adapter.parameters()))
+    torch.testing.assert_close(grads, want)
+
+
+def test_the_operations_are_those_of_the_fuser(te: Any) -> None:
+    layer = subject(dropout=0.5)
+    main, lora = layer._make_fused_branches()
+    assert kinds(main) == ["RMSNorm", "Quantize", "MakeExtraOutput", "Linear"]
+    assert kinds(lora) == ["Dropout", "Linear", "Linear", "ConstantScale", "AddExtraInput"]
+    assert main.ops[0].weight is layer.to_wrap.layer_norm_weight
+    assert main.ops[3].weight is layer.to_wrap.weight
+    assert main.ops[3].bias is layer.to_wrap.bias
+    assert lora.ops[1].weight is layer.adapter.linear_in.weight
+    assert lora.ops[3].made[0] == (16.0,)
+    after = subject(nn.Linear(6, 4), dropout=0.5, dropout_position="post", dim=32, alpha=32)
+    main, lora = after._make_fused_branches()
+    assert kinds(main) == ["MakeExtraOutput", "Linear"]
+    assert kinds(lora) == ["Linear", "Linear", "Dropout", "AddExtraInput"]
+
+
+def test_the_branches_are_lazy_no_submodules_and_follow_the_parameters(te: Any) -> None:
+    layer, x = subject(), torch.randn(3, 6, dtype=torch.float64)
+    names = [name for name, _ in layer.named_parameters()]
+    assert layer._fused_branches == ()
+    layer(x)
+    built = layer._fused_branches
+    layer(x)
+    assert layer._fused_branches[0] is built[0]
+    assert [name for name, _ in layer.named_parameters()] == names
+    layer.to_wrap.weight = nn.Parameter(torch.zeros_like(layer.to_wrap.weight))
+    torch.testing.assert_close(layer(x)[0], layer._separately(x)[0][0])
+    twin = copy.deepcopy(layer)
+    nn.init.zeros_(layer.adapter.linear_out.weight)
+    assert not torch.allclose(twin(x)[0], layer(x)[0])
+
+
+def test_disabled_and_hooked_layers_take_their_own_forward(te: Any) -> None:
+    layer, x = subject(), torch.randn(3, 6, dtype=torch.float64)
+    layer.adapter.linear_in.register_forward_hook(lambda _, args, out: 2 * out)
+    torch.testing.assert_close(layer(x)[0], layer._separately(x)[0][0])
+    layer.disable_adapter_layers()
+    assert torch.equal(layer(x)[0], layer.to_wrap(x)[0][0])
+    assert fp8 == []
+
+
+def test_only_what_can_be_fused_is_taken(te: Any) -> None:
+    linear = nn.Linear(6, 4)
+    with pytest.raises(ValueError, match="unsupported class for the wrapped linear: Sequential"):
+        TEFusedLoRALinear(nn.Sequential(linear), LinearAdapter(linear))
+    with pytest.raises(ValueError, match="unsupported class for the LoRA adapter: Linear"):
+        TEFusedLoRALinear(linear, nn.Linear(6, 4))
+    odd = LayerNormLinear("L2Norm")
+    with pytest.raises(ValueError, match="unsupported normalization 'L2Norm'"):
+        TEFusedLoRALinear(odd, LinearAdapter(odd))
+
+
+@pytest.mark.parametrize("branch", ["_make_main_branch", "_make_lora_branch"])
+@pytest.mark.parametrize(
+    "split", [{"tensor_parallel_mode": "column"}, {"tensor_parallel_group": object()}, {"sequence_parallel": True}]
+)
+def test_nothing_is_split_between_devices(te: Any, branch: str, split: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match="not split between devices"):
+        getattr(subject(), branch)(**{**BRANCH, **split})
+
+
+def test_a_split_layer_is_refused_at_once(te: Any) -> None:
+    base: Any = TELinear(6, 4)
+    base.tp_size, base.parallel_mode, base.tp_group = 2, "column", None
+    with pytest.raises(NotImplementedError, match="'column'"):
+        TEFusedLoRALinear(base, LinearAdapter(base))
+
+
+def test_without_transformer_engine_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.ops", None)
+    linear = nn.Linear(6, 4)
+    with pytest.raises(ImportError, match=r"pip install 'opake\[te\]'.*FusedLoRALinear") as caught:
+        TEFusedLoRALinear(linear, LinearAdapter(linear))
+    assert isinstance(caught.value, MissingDependency)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm", None])
+def test_for_real(norm: str | None) -> None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("needs Transformer Engine")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    pytorch: Any = importlib.import_module("transformer_engine.pytorch")
+    made: Any = {"params_dtype": torch.bfloat16, "device": "cuda"}
+    if norm is None:
+        base = pytorch.Linear(64, 32, **made)
+    else:
+        base = pytorch.LayerNormLinear(64, 32, normalization=norm, **made)
+    layer = randomised(TEFusedLoRALinear(base.requires_grad_(False), LinearAdapter(base, dim=16)).cpu()).cuda()
+    x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
+    out, _ = layer(x)
+    want = base(x) + 0
+    normed = x
+    if norm is not None:
+        gamma = base.layer_norm_weight
+        normed = (
+            functional.layer_norm(x, (64,), gamma, base.layer_norm_bias, base.eps)
+            if norm == "LayerNorm"
+            else functional.rms_norm(x, (64,), gamma, base.eps)
+        )
+    torch.testing.assert_close(out, want + layer.adapter(normed), rtol=2e-2, atol=5e-2)
