@@ -15,6 +15,7 @@ from torch import nn
 
 from opake import hf
 from opake.errors import InputError
+from opake.masks.packed import counted_by_the_model
 from opake.patching.instance import wrap_method
 from opake.patching.notes import note
 from opake.patching.runtime import runtime_has
@@ -51,7 +52,8 @@ def _forward(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: A
         _without_cache(self, kwargs)
         if kwargs.get("num_items_in_batch") is not None:
             note(self, "num_items_in_batch is not used inside transforms: a row is normalised by its own labels")
-    out = inner(self, **kwargs)
+    with counted_by_the_model(kwargs.get("position_ids") is None):
+        out = inner(self, **kwargs)
     return _remove(out) if stripped else out
 
 

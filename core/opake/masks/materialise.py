@@ -30,6 +30,8 @@ def mask_function(
     there as ever.
     """
     absent = attention_mask is None
+    if absent and left_out_of_graph(allow_is_causal_skip, allow_is_bidirectional_skip, local_size, **kwargs):
+        return None
     if absent and allow_is_causal_skip and local_size is not None and hands_on_windows(kwargs.get("config")):
         local_size = needed(local_size, **kwargs)
     return sdpa_mask(
@@ -40,6 +42,18 @@ def mask_function(
         local_size=local_size,
         **kwargs,
     )
+
+
+def left_out_of_graph(causal: bool, bidirectional: bool, local_size: int | None, **kwargs: Any) -> bool:
+    """Whether no mask is needed in a CUDA graph under capture, where nobody supplied one.
+
+    Older Transformers takes a capture for an export and makes a mask of causality itself, which costs the attention
+    kernel more than half of its speed. Whether it is needed does not depend on any value.
+    """
+    T, S = kwargs.get("q_length", 0), kwargs.get("kv_length", 1)
+    if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        return False
+    return (local_size is None or local_size > S) and (bidirectional or (causal and T in (1, S)))
 
 
 def needed(local_size: int, **kwargs: Any) -> int | None:
