@@ -132,6 +132,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(fused, "TILE_TOKENS", 8)
     monkeypatch.setattr(fused, "BUFFER_BYTES", 1)
     monkeypatch.setattr(chunked, "TILE_BYTES", 1)
+    monkeypatch.setattr(chunked, "ROW_BYTES", 1)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -294,7 +295,7 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("mode", ["plain", "vmap", "none"])
+@pytest.mark.parametrize("mode", ["plain", "vmap", "none", "trainable"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "logit_softcapping": 3.0, "logit_scale": 0.5}])
 def test_memory(options, mode, chunk, device, small_tiles):
     """Nothing as large as the logits of a few chunks is ever made."""
@@ -306,6 +307,7 @@ def test_memory(options, mode, chunk, device, small_tiles):
             vmap(grad(loss), (0, None, 0))(h, w, y)
         else:
             h.requires_grad_()
+            w.requires_grad_(mode == "trainable")
             loss(h, w, y).sum().backward()
     tokens, columns = (8, 512) if chunk is None else (32, V)
     assert 0 < seen.bytes <= 4 * tokens * columns < 4 * B * T * V / 2

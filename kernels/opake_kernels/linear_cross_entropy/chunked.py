@@ -4,7 +4,8 @@ For a frozen head one sweep over the vocabulary is enough: the softmax is kept u
 running maximum grows (Milakov and Gimelshein, 2018, arXiv 1805.02867) and divided out at the end, so the head costs its
 two matrix products and no tile is computed twice. The label's own column stays out of the sweep and is added last, from
 the sum of all others: a confident token has p - 1 close to zero, which would cancel. Gradients of weight and bias need
-the finished softmax, hence a second sweep.
+the finished softmax: where the width is ours to choose, a few tokens' whole rows of logits serve both, else there is a
+second sweep.
 """
 
 from __future__ import annotations
@@ -17,22 +18,28 @@ from opake_kernels.launch import cdiv
 
 from .passes import Gradients, Head, Need, accumulator_dtype, product_into
 
-__all__ = ["DEFAULT_WIDTH", "TILE_BYTES", "chunked_pass"]
+__all__ = ["AUTOMATIC", "DEFAULT_WIDTH", "ROW_BYTES", "TILE_BYTES", "chunked_pass"]
 
 # columns of a tile, and bytes of a tile in the accumulator's dtype: about what stays in a core's cache
 DEFAULT_WIDTH = 4096
 TILE_BYTES = 8 * 2**20
+# the width where nobody asked for one, and what whole rows of logits may take
+AUTOMATIC = -1
+ROW_BYTES = 48 * 2**20
 
 
-def tile_tokens(R: int, width: int, element_size: int) -> int:
+def tile_tokens(R: int, width: int, element_size: int, most_bytes: int) -> int:
     """Tokens in a tile, from 32 upwards, shared out evenly."""
-    most = max(TILE_BYTES // (width * element_size), 32)
+    most = max(most_bytes // (width * element_size), 32)
     return max(cdiv(R, cdiv(R, most)), 1) if R else 1
 
 
-def chunked_pass(head: Head, need: Need, width: int = DEFAULT_WIDTH) -> Gradients:
+def chunked_pass(head: Head, need: Need, width: int = AUTOMATIC) -> Gradients:
     """See passes.py. Gradients: hidden in the dtype of x; weight and bias in float32, or float64 for float64."""
     parameters = need.weight or need.bias
+    if width == AUTOMATIC and parameters and head.lse is None:
+        return _whole_rows(head, need)
+    width = DEFAULT_WIDTH if width == AUTOMATIC else width
     if head.lse is not None:
         return _second_sweep(head, need, width, head.lse)
     first = _first_sweep(head, need.hidden and not parameters, width)
@@ -96,7 +103,7 @@ def _first_sweep(head: Head, hidden: bool, width: int) -> Gradients:
     columns = None
     if hidden and head.settings.smoothing and not head.settings.softcap:
         columns = head.weight.sum(0, dtype=wide)
-    for rows in _slices(R, tile_tokens(R, width, lse.element_size())):
+    for rows in _slices(R, tile_tokens(R, width, lse.element_size(), TILE_BYTES)):
         loss[rows], lse[rows], found = _sweep_rows(head, rows, hidden, width, columns)
         if dx is not None:
             dx[rows] = found
@@ -159,8 +166,8 @@ def _second_sweep(head: Head, need: Need, width: int, lse_R: torch.Tensor) -> Gr
     db = torch.zeros(V, dtype=wide, device=x.device) if need.bias else None
     width = min(width, V)
     for columns in _slices(V, width):
-        for rows in _slices(R, tile_tokens(R, width, lse_R.element_size())):
-            d = _tile_gradient(head, rows, columns, lse_R)
+        for rows in _slices(R, tile_tokens(R, width, lse_R.element_size(), TILE_BYTES)):
+            d = _tile_gradient(head, rows, columns, lse_R[rows])
             if db is not None:
                 db[columns] += d.sum(0)
             d = d.to(x.dtype)
@@ -171,17 +178,58 @@ def _second_sweep(head: Head, need: Need, width: int, lse_R: torch.Tensor) -> Gr
     return Gradients(lse_R, lse_R, None if dx is None else dx.to(x.dtype), dw, db)
 
 
-def _tile_gradient(head: Head, rows: slice, columns: slice, lse_R: torch.Tensor) -> torch.Tensor:
-    settings, labels = head.settings, head.labels[rows]
+def _whole_rows(head: Head, need: Need) -> Gradients:
+    """Loss and all gradients at three products: each logit is computed once, for as many tokens as ROW_BYTES hold."""
+    x, w, settings = head.x, head.weight, head.settings
+    (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
+    loss = torch.zeros(R, dtype=wide, device=x.device)
+    lse, every = torch.zeros_like(loss), slice(0, V)
+    dx = torch.empty_like(x) if need.hidden else None
+    dw = torch.zeros(V, H, dtype=wide, device=x.device) if need.weight else None
+    db = torch.zeros(V, dtype=wide, device=x.device) if need.bias else None
+    for rows in _slices(R, tile_tokens(R, V, lse.element_size(), ROW_BYTES)):
+        z, slope = _logits(head, rows, every, True)
+        inside, column = _label_column(head.labels[rows], every)
+        own, ignored = z.gather(1, column).squeeze(1), head.labels[rows] == settings.ignore_index
+        chosen = (1.0 - settings.smoothing) * own + settings.smoothing * z.mean(1) if settings.smoothing else own
+        top = z.amax(1)
+        d = z.sub_(top.unsqueeze(1)).exp_()
+        total = d.sum(1)
+        log_sum = total.log()
+        lse[rows] = (top + log_sum).masked_fill(ignored, 0.0)
+        loss[rows] = ((top - chosen) + log_sum).masked_fill(~inside, torch.nan).masked_fill(ignored, 0.0)
+        _finish_tile(head, rows, d.div_(total.unsqueeze(1)), inside, column, slope)
+        if db is not None:
+            db += d.sum(0)
+        d = d.to(x.dtype)
+        if dx is not None:
+            part = torch.zeros(d.shape[0], H, dtype=wide, device=x.device)
+            product_into(part, d, w, first=True)
+            dx[rows] = part
+        if dw is not None:
+            product_into(dw, d.t(), x[rows], first=rows.start == 0)
+    return Gradients(loss, lse, dx, dw, db)
+
+
+def _tile_gradient(head: Head, rows: slice, columns: slice, lse: torch.Tensor) -> torch.Tensor:
+    """The gradient by the logits of a tile; `lse` of its tokens."""
     z, slope = _logits(head, rows, columns, True)
-    factor = _counted(head, rows, lse_R[rows]) * settings.scale
     # an ignored token has no lse; with an infinite one its softmax is zero
-    lse = lse_R[rows].masked_fill(labels == settings.ignore_index, torch.inf)
+    lse = lse.masked_fill(head.labels[rows] == head.settings.ignore_index, torch.inf)
     d = z.sub_(lse.unsqueeze(1)).exp_()
-    inside, column = _label_column(labels, columns)
+    _finish_tile(head, rows, d, *_label_column(head.labels[rows], columns), slope)
+    return d
+
+
+def _finish_tile(
+    head: Head, rows: slice, d: torch.Tensor, inside: torch.Tensor, column: torch.Tensor, slope: torch.Tensor | None
+) -> None:
+    """From softmax to gradient, in place."""
+    settings = head.settings
+    factor = _counted(head, rows, d[:, 0]) * settings.scale
     d.scatter_add_(1, column, (inside.to(d.dtype) * (settings.smoothing - 1.0)).unsqueeze(1))
     if settings.smoothing:
         d -= settings.smoothing / head.weight.shape[0]
     if slope is not None:
         d *= slope
-    return d.mul_(factor.unsqueeze(1))
+    d.mul_(factor.unsqueeze(1))

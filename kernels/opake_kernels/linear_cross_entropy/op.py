@@ -26,7 +26,7 @@ from opake_kernels.cross_entropy import CrossEntropySettings, check_labels, cros
 from opake_kernels.fold import ROWS, SHARED, function_pair, transforms_active, values_readable
 from opake_kernels.launch import DEBUG, uses_triton
 
-from .chunked import DEFAULT_WIDTH
+from .chunked import AUTOMATIC
 from .grouped import by_tokens, run
 from .passes import Gradients, Need, Plan, accumulator_dtype
 from .tracked import tracked
@@ -175,7 +175,7 @@ def opake_linear_cross_entropy_loss(
     chunk: None takes the fused back end on CUDA (whole rows of logits for as many tokens as 256 MiB hold) and the
     chunked one elsewhere; True or a number of vocabulary columns, the widest tile, forces the chunked one. Gradients
     are summed in fp32. A frozen head costs two matrix products, forward and backward together, and a trainable one
-    three (chunked: four); under vmap a gradient of the weight is (V, H) for each example, at four products.
+    three (four in tiles of a given width); under vmap a gradient of the weight is (V, H) for each example, at four.
 
     Raises TypeError (dtype), ValueError (shape, device, settings). A label out of range is a ValueError where looking
     costs no device read, else the loss of its token is NaN. Double backward and forward mode raise RuntimeError.
@@ -190,7 +190,7 @@ def opake_linear_cross_entropy_loss(
     if labels.device.type == "cpu" and values_readable():
         check_labels(_OP, labels, weight.shape[-2], ignore_index)
     if not uses_triton(hidden, weight, labels, bias):
-        width = width or DEFAULT_WIDTH
+        width = width or AUTOMATIC
     eager = Need(tracked(hidden), tracked(weight), tracked(bias))
     plan = Plan(loss, width, eager)
     ahead = reduction != "none" and not groups and not transforms_active()
@@ -205,7 +205,7 @@ def _width(chunk: int | bool | None) -> int:
     if chunk is None or chunk is False:
         return 0
     if chunk is True:
-        return DEFAULT_WIDTH
+        return AUTOMATIC
     if not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"{_OP}: chunk is {chunk!r}, expected None, True or a positive number of vocabulary columns")
     return chunk

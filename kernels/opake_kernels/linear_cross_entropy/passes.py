@@ -27,7 +27,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The loss, the widest vocabulary tile (0 = the fused back end), and the gradients that may be asked for."""
+    """The loss, the widest vocabulary tile (0: the fused back end, -1: any), and the gradients that may be wanted."""
 
     loss: CrossEntropySettings
     width: int
