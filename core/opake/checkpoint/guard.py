@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
+from opake.checkpoint.norms import recomputed_norms
 from opake.checkpoint.reach import flatten_partial, reach
 from opake.checkpoint.rematerialise import remat_reached
 from opake.checkpoint.step import batched_step, inside_step
@@ -34,8 +35,9 @@ def rematerialised() -> Iterator[None]:
     """For the time of the block, checkpoints rematerialise outside transforms too.
 
     torch's reentrant checkpoint finds no way to a frozen input's parameters, and gives them no gradient, in silence.
+    The outputs of norms are computed again as well (see `norms`).
     """
-    with batched_step():
+    with batched_step(), recomputed_norms():
         yield
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from opake.checkpoint.norms import offer
 from opake.patching.instance import untouched, wrap_method
 from opake.patching.undo import Skip, Undo
 from opake_kernels.add_rms_norm import opake_fused_add_rms_norm
@@ -66,9 +67,10 @@ def _forward(variant: Variant, inner: Callable[..., Any], self: Any, hidden_stat
             hidden_states.addend, hidden_states.residual, weight, eps, offset=variant.offset, cast=variant.cast
         )
         hidden_states.settle(total)
-        return normed
+        return offer(normed, opake_rms_norm, total, weight, eps, offset=variant.offset, cast=variant.cast)
     x = hidden_states.tensor() if isinstance(hidden_states, Sum) else hidden_states
-    return opake_rms_norm(x, weight, eps, offset=variant.offset, cast=variant.cast)
+    normed = opake_rms_norm(x, weight, eps, offset=variant.offset, cast=variant.cast)
+    return offer(normed, opake_rms_norm, x, weight, eps, offset=variant.offset, cast=variant.cast)
 
 
 def _find(module: nn.Module) -> Variant | None:

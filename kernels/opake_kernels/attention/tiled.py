@@ -8,6 +8,7 @@ alone, never from the number of rows, so a row's bits do not depend on how many 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -165,8 +166,10 @@ def _sinks_gradient(sinks: torch.Tensor, stat: torch.Tensor, delta: torch.Tensor
     """(1 | G, N) sinks, statistics and delta of (G * batch, N, T) rows -> (G, N): minus the weight of the sink times
     delta, summed over the rows of each group."""
     G = delta.shape[0] // max(batch, 1)
-    per_row = sinks.float().repeat_interleave(batch, 0) if sinks.shape[0] > 1 else sinks.float()
-    weight = torch.exp2((per_row.unsqueeze(-1) * 1.4426950408889634 - stat[:, :, 0]) - stat[:, :, 1])
+    # a rounding of the sink would be the same in every row, and add up
+    wide = sinks.double().repeat_interleave(batch, 0) if sinks.shape[0] > 1 else sinks.double()
+    log_total = stat.double().sum(2) * math.log(2.0)
+    weight = torch.exp(wide.unsqueeze(-1) - log_total)
     return -(weight * delta).sum(-1).unflatten(0, (G, batch)).sum(1)
 
 
