@@ -179,7 +179,8 @@ def selects_attention(model: nn.Module) -> bool:
 
 def configs(root: Any) -> Iterator[Any]:
     """A config and every config nested in it, each once."""
-    from transformers import PreTrainedConfig
+    # not from the package, whose lazy attributes would then count as new
+    from transformers.configuration_utils import PreTrainedConfig
 
     seen: set[int] = set()
     waiting = [root]

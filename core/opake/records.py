@@ -193,9 +193,13 @@ class FuseMLP(ClassRecord):
 
 @dataclass(frozen=True, slots=True)
 class Experts(ClassRecord):
-    """Stacked experts of a mixture-of-experts block."""
+    """Stacked experts of a mixture-of-experts block; the gate is found by looking at the module's own numbers."""
 
     flag: ClassVar[str] = "moe"
+    _through: ClassVar[str | None] = "experts.install"
+
+    def remark(self, module: nn.Module) -> str:
+        return self._implementation().remark(self, module)
 
 
 @dataclass(frozen=True, slots=True)

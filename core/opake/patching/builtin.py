@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from opake.records import LinearCrossEntropy, Record, Skip, Undo
+from opake.records import Experts, LinearCrossEntropy, Record, Skip, Undo
 
 if TYPE_CHECKING:
     from torch import nn
@@ -244,6 +244,28 @@ class LoraParameter(ModelRecord):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class GroupedExperts(ModelRecord):
+    """Experts that compute only the tokens that chose them; without it every expert computes every token."""
+
+    flag: ClassVar[str] = "grouped_moe"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        from opake.experts import paths
+
+        return paths.sites(model)
+
+    def remark(self, module: nn.Module) -> str:
+        from opake.experts import paths
+
+        return paths.remark(module)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.experts import paths
+
+        return paths.apply(module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class NoDropout(ModelRecord):
     """Every dropout probability of the model set to zero until restore."""
 
@@ -264,13 +286,17 @@ def core_records(target: Target) -> list[Record]:
     return [kind(around) for kind in (*first, *REPAIRS, KVCache, LoraProjection, LoraParameter, Batchify)]
 
 
-def generic_records(target: Target, flags: set[str]) -> list[Record]:
-    """What works for any family, where nobody has claimed its flag: the loss without logits."""
-    return [] if "fused_linear_cross_entropy" in flags else [LinearCrossEntropy(type(target.model))]
+def generic_records(target: Target, planned: list[Record]) -> list[Record]:
+    """What comes after a family's records: the loss without logits, if unclaimed, and the paths of its experts."""
+    claimed = any(record.flag == "fused_linear_cross_entropy" for record in planned)
+    found: list[Record] = [] if claimed else [LinearCrossEntropy(type(target.model))]
+    return [*found, GroupedExperts(target.wrappers)] if any(isinstance(r, Experts) for r in planned) else found
 
 
 def forget_registrations() -> None:
     """Take our keys out of Transformers' public tables; called when no patched model is left."""
     from opake.attention import interface
+    from opake.experts import install
 
     interface.unregister()
+    install.unregister()

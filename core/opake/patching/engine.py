@@ -146,7 +146,7 @@ def plan(target: Target, family: Any, modeling: Any) -> list[Planned]:
 
     own = [Planned(record, CORE, CORE, CORE) for record in core_records(target)]
     planned = own + (family.plan(modeling, target.model.config) if family else [])
-    missing = generic_records(target, {entry.record.flag for entry in planned})
+    missing = generic_records(target, [entry.record for entry in planned])
     return planned + [Planned(record, CORE, CORE, CORE) for record in missing]
 
 

@@ -22,6 +22,8 @@ class Flag:
     group: str
     scopes: tuple[Scope, ...]
     help: str
+    # whether its default needs CUDA and Triton, where its group does
+    plain: bool = False
 
 
 MODEL: tuple[Scope, ...] = ("model",)
@@ -42,7 +44,7 @@ FLAGS: Mapping[str, Flag] = {
     "rms_norm": Flag("kernels", MODEL, "RMSNorm and residual add + RMSNorm"),
     "activation": Flag("kernels", MODEL, "gated activations"),
     "cross_entropy": Flag("kernels", MODEL, "cross-entropy over logits"),
-    "grouped_moe": Flag("kernels", MODEL, "grouped expert paths; False = dense"),
+    "grouped_moe": Flag("kernels", MODEL, "grouped expert paths; False = dense", plain=True),
     "lora_w": Flag("peft", MODEL, "fused LoRA projection"),
     "lora_qkv": Flag("peft", MODEL, "fused LoRA query, key and value"),
     "lora_mlp": Flag("peft", MODEL, "fused LoRA MLP"),
@@ -85,9 +87,10 @@ def resolve(scope: Scope, flags: Mapping[str, Any], **umbrellas: Any) -> Switche
         if flags.get(name) is not None:
             values[name] = flags[name]
             continue
-        values[name] = groups[flag.group][0] if flag.group else (False if name != "dropout" else None)
-        if values[name] is False and flag.group:
-            reasons[name] = groups[flag.group][1]
+        group = f"plain {flag.group}" if flag.plain else flag.group
+        values[name] = groups[group][0] if group else (False if name != "dropout" else None)
+        if values[name] is False and group:
+            reasons[name] = groups[group][1]
     return Switches(values, reasons)
 
 
@@ -101,6 +104,7 @@ def _groups(umbrellas: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
     missing = no_kernels_because() if wanted else None
     why = "performance=False" if kernels is None else "kernels=False"
     groups["kernels"] = (wanted and missing is None, missing or why)
+    groups["plain kernels"] = (wanted, why)
     return groups
 
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from ._pytest import bench, pytest_collection_modifyitems, pytest_configure, pytest_generate_tests, pytest_report_header
 
 if TYPE_CHECKING:
-    from .suite import FamilySuite, GenericSuite, ModelSuite
+    from .suite import FamilySuite, GenericSuite, ModelSuite, MoESuite
 
 __all__ = [
     "FamilySuite",
     "GenericSuite",
+    "MoESuite",
     "ModelSuite",
     "bench",
     "pytest_collection_modifyitems",
@@ -28,7 +29,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # the suite needs torch, the other helpers do not
-    if name in ("FamilySuite", "GenericSuite", "ModelSuite"):
+    if name in ("FamilySuite", "GenericSuite", "MoESuite", "ModelSuite"):
         from . import suite
 
         return getattr(suite, name)

@@ -46,12 +46,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "attention" in metafunc.fixturenames:
         metafunc.parametrize("attention", attentions, scope="class")
     if "cell" in metafunc.fixturenames:
-        metafunc.parametrize("cell", _cells(metafunc.cls.__name__, attentions))
+        metafunc.parametrize("cell", _cells(metafunc.cls, attentions))
 
 
-def _cells(suite: str, attentions: tuple[str, ...]) -> list[Any]:
-    cells = grid(attentions)
-    part = chosen(suite, cells, part_name())
+def _cells(suite: Any, attentions: tuple[str, ...]) -> list[Any]:
+    cells = grid(attentions, suite.dtypes)
+    part = chosen(suite.__name__, cells, part_name())
     return [pytest.param(c, id=str(c), marks=() if c in part else pytest.mark.slow) for c in cells]
 
 

@@ -44,9 +44,9 @@ CHECKPOINTING = ("keep", "ckpt")
 MODES = ("train", "eval")
 
 
-def grid(attentions: Sequence[str]) -> list[Cell]:
-    """Every cell of a family that can be loaded with these attention implementations."""
-    return [Cell(*values) for values in itertools.product(attentions, PADDINGS, SHAPES, DTYPES, CHECKPOINTING, MODES)]
+def grid(attentions: Sequence[str], dtypes: Sequence[str] = DTYPES) -> list[Cell]:
+    """Every cell of a family that can be loaded with these attention implementations and compared in these dtypes."""
+    return [Cell(*values) for values in itertools.product(attentions, PADDINGS, SHAPES, dtypes, CHECKPOINTING, MODES)]
 
 
 def part_name() -> str:

@@ -19,6 +19,7 @@ from opake.errors import GenericFamilyWarning, UnknownFamily
 from opake.patches import apply_model_patches
 from opake.patching import target
 
+from .cases.experts import ExpertCases
 from .cases.gradients import GradientCases
 from .cases.kernels import KernelCases
 from .cases.lora import LoraCases
@@ -37,6 +38,10 @@ class ModelSuite(PatchingCases, StockCases, GradientCases, RowCases, LoraCases):
 
 class FamilySuite(PluginCases, ModelSuite, KernelCases):
     """What a family with a plugin must do."""
+
+
+class MoESuite(FamilySuite, ExpertCases):
+    """What a family of mixtures of experts must do."""
 
 
 class GenericSuite(ModelSuite):

@@ -61,7 +61,11 @@ class Bench:
     def build(self, attention: str, dtype: str = "fp32") -> PreTrainedModel:
         """A fresh stock model in training mode; its parameters depend on nothing but the suite."""
         model = tiny_model(self.config(), attention=attention)
+        self.suite.settle(model)
         model = model if dtype == "fp32" else self._cast(model, attention, DTYPES[dtype])
+        if dtype == "fp64" and getattr(model.config, "_experts_implementation", None):
+            # Transformers' grouped products know no float64
+            model.set_experts_implementation("eager")
         keep_fresh(model)
         return model
 

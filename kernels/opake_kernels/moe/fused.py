@@ -7,7 +7,6 @@ in token order. Block sizes follow from shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 

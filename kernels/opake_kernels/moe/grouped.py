@@ -47,8 +47,8 @@ class Grouped:
         """a (S, K) of sorted rows @ w_e (E, K, N)."""
         if not self.r.by_example:
             return functional.grouped_mm(a, w, offs=self.r.ends)
-        each = a.view(self.r.G, -1, a.shape[1])
-        return torch.cat([functional.grouped_mm(each[g], w, offs=self.ends[g]) for g in range(self.r.G)])
+        each = zip(a.split(self.S // self.r.G), self.ends, strict=True)
+        return torch.cat([functional.grouped_mm(rows, w, offs=ends) for rows, ends in each])
 
     def _by_expert(self, values: torch.Tensor) -> torch.Tensor:
         """(S, N): a value of each expert (E, N) for each sorted row."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.utils._pytree import tree_leaves
 
+from opake.testing.cells import DTYPES
 from opake.testing.oracle import relative_error
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Suite:
     causal: whether the first tokens of a sequence are computed as if they were alone: not so with bidirectional
         attention, nor where the rotary table depends on the length
     without: tests that the family cannot pass, by name without `test_`, each with the reason that is printed
+    dtypes: those of the grid of cells; without `fp64` where a layer computes in float32 whatever it is given
     """
 
     model_type: ClassVar[str]
@@ -39,6 +41,11 @@ class Suite:
     flags: ClassVar[Mapping[str, Any]] = {}
     causal: ClassVar[bool] = True
     without: ClassVar[Mapping[str, str]] = {}
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES
+
+    @classmethod
+    def settle(cls, model: torch.nn.Module) -> None:
+        """Move parameters of a fresh model, in place, to where the family's own arithmetic in float32 is accurate."""
 
     @classmethod
     def inputs(cls, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -31,6 +31,11 @@ FUSIONS = ("fused_linear_cross_entropy", "lora_w", "lora_qkv", "lora_mlp")
 EVERY = "every kernel"
 
 
+def adapted(module: Any) -> bool:
+    """Whether PEFT has an adapter anywhere in a module."""
+    return any("lora_" in name for name, _ in module.named_parameters())
+
+
 class KernelCases(Suite):
     @pytest.fixture
     def switched(self, bench: Bench, kernel: str) -> dict[str, bool]:
@@ -48,9 +53,13 @@ class KernelCases(Suite):
 
     def test_every_record_is_served(self, bench: Bench) -> None:
         """What the family declares applies to its own model, with adapters on every linear layer."""
-        report = bench.apply(with_lora(bench.build(self.attentions[0])), **dict.fromkeys((*FLAGS, *FUSIONS), True))
+        model = with_lora(bench.build(self.attentions[0]))
+        report = bench.apply(model, **dict.fromkeys((*FLAGS, *FUSIONS), True))
         served = ("applied", "already", "stock")
         unserved = [row for row in report.rows if row.hook != "core" and row.state not in served]
+        # beside stacked experts PEFT adapts no linear layer of a dense MLP
+        bare = {name for name, module in model.get_base_model().named_modules() if not adapted(module)}
+        unserved = [row for row in unserved if not (row.flag == "lora_mlp" and row.site in bare)]
         assert not unserved, f"{len(unserved)} rows, first {unserved[0]}"
 
     @pytest.mark.parametrize("kernel", [*FLAGS, EVERY])

@@ -1,0 +1,41 @@
+"""The paths that installed experts take: dense alone, or what the shapes of a call ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from opake.patching.undo import Undo, put
+from opake_kernels.moe import NAMES_OF_PATHS, choose
+
+from .install import GROUPED, installed
+
+# how configs call the number of experts that a token takes
+CHOICES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
+
+
+def sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if installed(module):
+            yield name, module
+
+
+def apply(module: nn.Module) -> Undo:
+    return Undo([put(module, GROUPED, True)])
+
+
+def remark(module: Any) -> str:
+    """The path of a call where the weights are now, and why."""
+    down = module.down_proj
+    E, *sizes = down.shape
+    I, H = sizes if getattr(module, "is_transposed", False) else reversed(sizes)
+    path, why = choose(down.device, down.dtype, E, _choices(module), I, H)
+    return f"{NAMES_OF_PATHS[path]}: {why}"
+
+
+def _choices(module: Any) -> int:
+    found = next((value for name in CHOICES if (value := getattr(module.config, name, None)) is not None), 1)
+    # one number a layer in some configs
+    return max(found) if isinstance(found, list | tuple) else int(found)

@@ -1,0 +1,9 @@
+"""GLM-4 MoE: a dense layer first."""
+
+from __future__ import annotations
+
+from opake.testing import MoESuite
+
+
+class TestGlm4Moe(MoESuite):
+    model_type = "glm4_moe"

@@ -1,0 +1,10 @@
+"""Qwen2-MoE, a dense layer among sparse ones."""
+
+from __future__ import annotations
+
+from opake.testing import MoESuite
+
+
+class TestQwen2Moe(MoESuite):
+    model_type = "qwen2_moe"
+    config = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
