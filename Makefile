@@ -23,17 +23,18 @@ APART := -n 2 --ignore=tests/kernels
 KERNELS := -n 2 tests/kernels
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format docs families matrix $(MATRIX:%=matrix-%) clean
+.PHONY: help demo test test-all check format docs families changelog matrix $(MATRIX:%=matrix-%) clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      fine-tune a small pretrained model with DP-SGD and check it (sets up .venv)"
-	@echo "make test      format, lint, types, imports and the test suite (sets up .venv)"
+	@echo "make test      format, lint, types, imports, the documentation and the test suite (sets up .venv)"
 	@echo "make test-all  the same with the long tests"
 	@echo "make check     the same without the test suite"
 	@echo "make format    rewrite the sources as ruff wants them"
 	@echo "make docs      build the documentation into site/"
 	@echo "make families  rewrite docs/families.md from the plugins"
+	@echo "make changelog turn changelog.d/ into the section of VERSION=X.Y.Z"
 	@echo "make matrix    the test suite on the oldest, a middle and the newest supported Transformers"
 	@echo "make clean     remove everything that make created"
 
@@ -41,13 +42,13 @@ help:
 demo: $(VENV)/.demo
 	OMP_WAIT_POLICY=passive $(BIN)/opake demo
 
-test: check
+test: check docs
 	@echo "== pytest: everything but the kernels"
 	$(TEST_ENV) $(BIN)/python -m pytest $(APART) -m "not slow"
 	@echo "== pytest: the kernels"
 	$(TEST_ENV) $(BIN)/python -m pytest $(KERNELS) -m "not slow"
 
-test-all: check
+test-all: check docs
 	@echo "== pytest: everything but the kernels, long tests too"
 	$(TEST_ENV) OPAKE_TEST_PART=all $(BIN)/python -m pytest $(APART)
 	@echo "== pytest: the kernels, long tests too"
@@ -62,6 +63,8 @@ check: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	@echo "== import-linter"
 	$(BIN)/lint-imports
+	@echo "== changelog fragments"
+	$(BIN)/python tools/changelog.py --check
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
@@ -71,7 +74,11 @@ families: $(VENV)/.dev
 	$(BIN)/python tools/families_page.py docs/families.md
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict
+	@echo "== mkdocs"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+changelog: $(VENV)/.dev
+	$(BIN)/python tools/changelog.py $(VERSION)
 
 # every pip call below passes the constraints, so that no second torch is pulled
 PIP = $(BIN)/python -m pip install -qq -c $(CONSTRAINTS)

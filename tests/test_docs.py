@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+import itertools
+import json
 import re
+import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import typer.main
 
+import opake_kernels
 from opake import cli, errors, hookspecs, records, registry
 from opake.patches import restore_runtime
 from opake.patching.flags import FLAGS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
-    r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
+# a reader sees why; it stands in the paragraph before the block
+NOT_RUN = "Not run by the tests"
+
+
+class Block(NamedTuple):
+    """A fenced block of a page, the line it begins on, and whether the page says that it is not run."""
+
+    language: str
+    title: str | None
+    code: str
+    line: int
+    runs: bool
 
 
 def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
-def blocks(file: Path, language: str) -> Iterator[tuple[str | None, str, int]]:
-    """(title, code, line) of every fenced block of a language."""
+def blocks(file: Path) -> Iterator[Block]:
     text = file.read_text(encoding="utf-8")
     for found in FENCE.finditer(text):
-        if found["language"] == language:
-            yield found["title"], found["code"], text.count("\n", 0, found.start("code"))
+        before = text[: found.start()].rstrip().rpartition("\n\n")[2]
+        line = text.count("\n", 0, found.start("code"))
+        yield Block(found["language"], found["title"], found["code"], line, NOT_RUN not in before)
 
 
 @pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory for the titled blocks of a page, importable while the page runs."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty directory in which a page runs; its titled blocks are modules there."""
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     yield tmp_path
     restore_runtime()
     for name, module in list(sys.modules.items()):
@@ -46,31 +66,40 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("file", [f for f in PAGES if list(blocks(f, "python"))], ids=lambda file: file.name)
-def test_python_blocks_run(file: Path, modules: Path) -> None:
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.stem)
+def test_every_block_of_a_page_runs_in_order(file: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, object] = {"__name__": "__docs__"}
-    for title, code, line in blocks(file, "python"):
-        if title:
-            (modules / title).write_text(code, encoding="utf-8")
-        else:
+    for block in blocks(file):
+        where = f"{file.name}:{block.line}"
+        assert block.language in ("python", "console", "toml", "json", "text"), f"{where}: what is {block.language!r}?"
+        if block.title:
+            (here / block.title).write_text(block.code, encoding="utf-8")
+        elif block.runs and block.language == "python":
             # blank lines in front, so that a traceback shows the line of the page
-            exec(compile("\n" * line + code, str(file), "exec"), namespace)
+            exec(compile("\n" * block.line + block.code, str(file), "exec"), namespace)
+        elif block.runs and block.language == "console":
+            for line in block.code.splitlines():
+                run(line, where)
+        elif block.language in ("toml", "json"):
+            (tomllib.loads if block.language == "toml" else json.loads)(block.code)
+    capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        line.removeprefix("$ ")
-        for file in PAGES
-        for _, code, _ in blocks(file, "console")
-        for line in code.splitlines()
-        if line.startswith("$ opake")
-    ],
-)
-def test_console_commands_succeed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def run(line: str, where: str) -> None:
+    """A line of a console block: a command of ours, or a make target, which is not made here."""
+    if line.startswith("make "):
+        return
+    assert line.startswith("$ opake "), f"{where}: {line!r} is not run, and the page does not say why"
     with pytest.raises(SystemExit) as done:
-        cli.main(command.split()[1:])
-    assert done.value.code == 0, capsys.readouterr().err
+        cli.main(shlex.split(line)[2:])
+    assert done.value.code == 0, f"{where}: {line}"
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.stem)
+def test_no_code_hides_in_an_indented_block(file: Path) -> None:
+    text = FENCE.sub("", file.read_text(encoding="utf-8"))
+    for before, line in itertools.pairwise(re.sub(r"^\s+$", "", text, flags=re.MULTILINE).split("\n")):
+        assert before or not line.startswith("    ") or "!!!" in text, f"{file.name}: {line!r} is code, and not run"
 
 
 def test_make_targets_that_are_named_exist() -> None:
@@ -145,7 +174,7 @@ def test_every_record_is_named_in_the_guide_for_plugins() -> None:
 
 
 def test_the_plugin_in_the_guide_is_the_example() -> None:
-    (code,) = [code for title, code, _ in blocks(ROOT / "docs" / "plugins.md", "python") if title == "opake_helium.py"]
+    (code,) = [block.code for block in blocks(ROOT / "docs" / "plugins.md") if block.title == "opake_helium.py"]
     assert code == (ROOT / "plugins-example" / "opake_helium.py").read_text(encoding="utf-8")
     assert len(code.splitlines()) < 30
 
@@ -163,3 +192,49 @@ def test_every_error_is_drawn_in_the_tree() -> None:
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, Exception | Warning) and value.__module__ == errors.__name__:
             assert re.search(rf"\b{name}\b", tree), name
+
+
+PUBLIC = (
+    "opake.collate",
+    "opake.explain",
+    "opake.functional",
+    "opake.lm_head",
+    "opake.lora",
+    "opake.lora.axolotl",
+    "opake.patches",
+    "opake.patches.kernels",
+    "opake.scaffold",
+    "opake.trainer",
+)
+# whole modules, every public name of which the reference shows
+WHOLE = ("opake.errors", "opake.hookspecs", "opake.records", "opake.testing.isolated")
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_in_the_reference(module: str) -> None:
+    text, shown = page("api.md"), module.replace("opake.patches.kernels", "opake_kernels")
+    (members,) = re.findall(rf"^::: {re.escape(shown)}\n    options:\n      members: \[(.*?)\]$", text, re.MULTILINE)
+    assert set(members.split(", ")) == set(importlib.import_module(module).__all__)
+
+
+@pytest.mark.parametrize("module", WHOLE)
+def test_whole_modules_are_in_the_reference(module: str) -> None:
+    assert re.search(rf"^::: {re.escape(module)}$", page("api.md"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_says_what_it_is(module: str) -> None:
+    loaded = importlib.import_module(module)
+    for name in loaded.__all__:
+        value = getattr(loaded, name)
+        if callable(value):
+            assert inspect.getdoc(value), f"{module}.{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", opake_kernels.__all__)
+def test_every_op_tells_shapes_and_source(name: str) -> None:
+    text = inspect.getdoc(getattr(opake_kernels, name)) or ""
+    refers = "arguments as in" in text.lower() or "as in `opake_" in text
+    assert refers or re.search(r"\((\.\.\.|[A-Z])", text), f"{name}: no shapes"
+    sources = re.findall(r"^\| (`opake_.*?) \| (.*?) \|$", page("api.md"), re.MULTILINE)
+    assert any(f"`{name}`" in ops for ops, _ in sources), f"{name}: no source in the reference"

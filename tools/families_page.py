@@ -3,6 +3,7 @@ to print it. A test compares the page with what this writes."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -19,7 +20,13 @@ FLAGS = {
     "experts": "moe",
 }
 
-HEAD = """# Families
+SUFFIX = re.compile(r"(RMSNorm|DecoderLayer|MLP|ForCausalLM|ForConditionalGeneration|Attention|Experts)$")
+
+HEAD = """---
+hide: [navigation, toc]
+---
+
+# Families
 
 What each family that ships with opake declares, written from the plugins by `make families`. A cell names the classes
 of the Transformers model (without its prefix) that take the operation; a dash means that the family leaves it as it is.
@@ -56,7 +63,11 @@ def _site(record: object) -> str:
         return "yes"
     prefix = cls.__module__.rpartition(".modeling_")[2].replace("_", "")
     name = cls.__name__
-    return name[len(prefix) :] if name.lower().startswith(prefix) else name
+    if name.lower().startswith(prefix):
+        return name[len(prefix) :]
+    # a file whose classes are spelt otherwise than it is
+    found = SUFFIX.search(name)
+    return found[0] if found else name
 
 
 def _row(cells: list[str]) -> str:
