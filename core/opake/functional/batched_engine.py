@@ -133,7 +133,8 @@ def build(target: Target) -> Engine:
         batch = rows.leading()[1]
         labels = batch.pop("labels")
         # the backward runs inside too, because it recomputes what was checkpointed
-        with torch.enable_grad(), rematerialised(), in_place(model, wide, watch.places(), wide=True):
+        inside = in_place(model, wide, watch.places(), wide=True)
+        with torch.enable_grad(), rematerialised(), watch.adapters_ahead(params), inside:
             losses = losses_of(deferred_logits(model, **batch), labels)
             grads = torch.autograd.grad(losses.sum(), list(wide.values()), allow_unused=True)
         made = dict(zip(wide, grads, strict=True))

@@ -6,6 +6,7 @@ that graph, needs about a third of the memory for the same gradients.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -30,7 +31,9 @@ def build(target: Target, randomness: str) -> Engine:
             return grads, loss, aux
 
         # functorch differentiates inside regardless; outside, captured tensors must not grow a graph of their own
-        with torch.no_grad():
+        watch = target.watch
+        ahead = contextlib.nullcontext() if watch is None else watch.adapters_ahead(params)
+        with torch.no_grad(), ahead:
             mapped = vmap(one_row, in_dims=(None, rows.dims), randomness=randomness)
             grads, losses, aux = mapped(dict(params), rows.leaves)
         # aux may hand a row straight through

@@ -8,11 +8,13 @@ of a tensor is no change, another tensor or another address is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+import contextlib
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from itertools import chain
 from operator import is_
 from typing import Any
 
+import torch
 from torch import nn
 
 from opake.swap import Places
@@ -23,6 +25,7 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._adapters: tuple[Hashable, tuple[list[str], torch.dtype] | None] | None = None
         self._look: _Look | None = None
 
     def token(self) -> Hashable:
@@ -33,6 +36,15 @@ class Watch:
     def held(self) -> Hashable:
         """What `token()` said last, without looking: for the rest of a call in which no module has run."""
         return self.token() if self._look is None else self._look.token
+
+    def adapters_ahead(self, params: Mapping[str, torch.Tensor]) -> contextlib.AbstractContextManager:
+        """A context in which the adapters among `params` are cast to the compute dtype once for all calls."""
+        from opake.lora import ahead
+
+        token = self.token()
+        if self._adapters is None or self._adapters[0] is not token:
+            self._adapters = (token, ahead.lower_precision(self._model))
+        return ahead.casting(self._adapters[1], params)
 
     def places(self) -> Places:
         """The places of the model's tensors, as of now."""

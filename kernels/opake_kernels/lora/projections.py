@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .ahead import beside, ready
 from .products import cast, fold_weight, group_product, matmul, matmul_add_
 
 __all__ = ["Projections", "backward", "factor_gradients", "forward", "gather", "input_gradient", "low_rank_gradients"]
@@ -61,14 +62,16 @@ def gather(
         start += rank
     W = [cast(fold_weight(w, groups, like), dtype) for w in Ws]
     A = _beside([fold_weight(a, groups, like) for a in As if a is not None], dtype, W[0])
-    B = [None if b is None else cast(fold_weight(b, groups, like), dtype) for b in Bs]
+    B = [None if b is None else ready(fold_weight(b, groups, like), dtype) for b in Bs]
     return Projections(W, A, B, columns, scalings, dtypes)
 
 
 def _beside(A: list[torch.Tensor], dtype: torch.dtype, w: torch.Tensor) -> torch.Tensor:
     """All factors as one (H, sum of ranks) or (G, H, sum of ranks), laid out as the PEFT weights they come from."""
     if len(A) == 1:
-        return cast(A[0], dtype)
+        return ready(A[0], dtype)
+    if (found := beside(A, dtype)) is not None:
+        return found
     lead = next((a.shape[:1] for a in A if a.dim() == 3), ())
     buffer = torch.empty(*lead, sum(a.shape[-1] for a in A), w.shape[-1], dtype=dtype, device=w.device)
     start = 0

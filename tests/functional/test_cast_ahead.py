@@ -1,0 +1,116 @@
+"""Adapters cast once a step: the same numbers as cast a call at a time, with fewer casts, and nothing left behind."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from opake.functional import per_example_grads, watch
+from opake.lora import ahead as adapters
+from opake.patches import apply_model_patches
+from opake_kernels.lora import ahead
+
+V, LAYERS = 23, 2
+
+
+@pytest.fixture
+def model():
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = get_peft_model(base, LoraConfig(r=2, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data = torch.randn_like(p) * 0.1
+    apply_model_patches(model)
+    return model.train()
+
+
+def trainable(model):
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+class Casts(TorchDispatchMode):
+    """Counts copies of float32 into bfloat16."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default:
+            self.count += args[0].dtype == torch.float32 and kwargs.get("dtype") == torch.bfloat16
+        elif func is torch.ops.aten.copy_.default:
+            self.count += args[1].dtype == torch.float32 and args[0].dtype == torch.bfloat16
+        return func(*args, **kwargs)
+
+
+def run(model, engine):
+    ids = torch.randint(0, V, (3, 6), generator=torch.Generator().manual_seed(1))
+    return per_example_grads(model, engine=engine)(trainable(model), input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("engine", ["vmap", "batched"])
+def test_the_gradients_are_the_same_bits(model, engine, monkeypatch):
+    run(model, engine)
+    with Casts() as few:
+        got = run(model, engine)
+    monkeypatch.setattr(adapters, "casting", lambda *_: watch.contextlib.nullcontext())
+    with Casts() as many:
+        want = run(model, engine)
+    assert all(g.dtype == torch.float32 for g in got.values())
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    # seven projections with two factors each, forward and backward
+    assert many.count - few.count == LAYERS * 7 * 2 * 2
+    assert not ahead._copies
+
+
+def test_nothing_is_left_after_an_error(model):
+    params = trainable(model)
+    first = next(iter(params.values()))
+    block = ahead.cast_ahead([first], torch.bfloat16)
+    block.__enter__()
+    assert ahead._copies
+    with pytest.raises(ZeroDivisionError):
+        block.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    assert not ahead._copies
+
+
+def test_factors_of_one_input_lie_side_by_side(model):
+    found = adapters.lower_precision(model)
+    assert found is not None
+    names, dtype = found
+    assert dtype == torch.bfloat16
+    params = trainable(model)
+    assert sorted(names) == sorted(params)
+    of = {
+        name.split(".lora_")[0].rsplit(".", 1)[1]: params[name].mT
+        for name in names
+        if "layers.0" in name and "_A" in name
+    }
+    with adapters.casting(found, params):
+        together = ahead.beside([of["q_proj"], of["k_proj"], of["v_proj"]], dtype)
+        assert together is not None
+        assert torch.equal(together, torch.cat([of[n].to(dtype) for n in ("q_proj", "k_proj", "v_proj")], 1))
+        assert ahead.beside([of["q_proj"], of["v_proj"]], dtype) is None
+        assert ahead.beside([of["q_proj"], of["q_proj"].clone()], dtype) is None
+    assert ahead.beside([of["q_proj"], of["k_proj"]], dtype) is None
+
+
+def test_frozen_factors_and_other_dtypes_are_left_to_the_calls(model):
+    for name, p in model.named_parameters():
+        if "lora_A" in name:
+            p.requires_grad_(False)
+    params = trainable(model)
+    with adapters.casting(adapters.lower_precision(model), params):
+        assert len(ahead._copies) == len(params)
+    model.float()
+    assert adapters.lower_precision(model) is None
