@@ -143,6 +143,8 @@ def row_independent(model: nn.Module) -> str | None:
     masked = any(type(entry.record).__name__ == "Masking" for entry in state.applied)
     if not masked and hf.attention_name(model) != "eager":
         return "vmap_masking is off, and stock masks are chosen by what the whole batch says"
+    if any(getattr(config, "output_router_logits", False) for config in hf.configs(model.config)):
+        return "output_router_logits is on, and the auxiliary loss of a router counts over all rows of a batch"
     foreign = _foreign_forwards(model, state)
     for site, module in model.named_modules():
         if _watched(module) or id(module) in foreign:
