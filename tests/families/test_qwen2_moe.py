@@ -7,4 +7,4 @@ from opake.testing import MoESuite
 
 class TestQwen2Moe(MoESuite):
     model_type = "qwen2_moe"
-    config = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
+    config = {"mlp_only_layers": [1]}
