@@ -54,6 +54,8 @@ def queries_kernel(
     high = tl.load(STAT + 2 * row + t, t < T, 0.0)
     log_sum = tl.load(STAT + 2 * row + T + t, t < T, 0.0)
     delta = tl.load(DELTA + row + t, t < T, 0.0)
+    if not (PRECISE or MASK == 2):
+        high = high + log_sum
     acc = tl.zeros((BM, BD), tl.float32)
     begin, whole, ragged, end = keys_seen(first, ahead, window, S, CAUSAL, WINDOW, BM, BN)
     for part in tl.static_range(2 if PRECISE else 0 if WINDOW else 1, 3):
@@ -68,8 +70,11 @@ def queries_kernel(
             score = seen_scores(
                 score, t[:, None], s[None, :], M, m_t, m_s, T, S, ahead, window, CAUSAL, WINDOW, MASK, part != 1
             )  # fmt: skip
-            # the two statistics one after the other: next to a huge `high` the other would be lost
-            p = tl.exp2((score - high[:, None]) - log_sum[:, None])
+            score = score - high[:, None]
+            if PRECISE or MASK == 2:
+                # one after the other: next to a huge `high` the other would be lost
+                score = score - log_sum[:, None]
+            p = tl.exp2(score)
             dp = tl.dot(go, tl.trans(v), input_precision="ieee")
             ds = p * (dp - delta[:, None])
             if SOFTCAP:
@@ -121,7 +126,10 @@ def keys_kernel(
             score = seen_scores(
                 score, t[None, :], s[:, None], of_head, m_t, m_s, T, S, ahead, window, CAUSAL, WINDOW, MASK, True
             )  # fmt: skip
-            p = tl.exp2((score - high[None, :]) - log_sum[None, :])
+            score = score - (high[None, :] if PRECISE or MASK == 2 else (high + log_sum)[None, :])
+            if PRECISE or MASK == 2:
+                score = score - log_sum[None, :]
+            p = tl.exp2(score)
             dv = tl.dot(p.to(go.dtype), go, dv, input_precision="ieee")
             dp = tl.dot(v, tl.trans(go), input_precision="ieee")
             ds = p * (dp - delta[None, :])
