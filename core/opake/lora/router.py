@@ -49,7 +49,7 @@ class LoRATopKRouter(AdapterWrapper):
                 f"{type(self.to_wrap).__name__} multiplied by its weight {added.times} times in one forward, expected "
                 "once and by torch.nn.functional.linear; disable its adapter, or wrap the layer that makes the logits"
             )
-        return result
+        return _with_own_indices(result)
 
     def _delta(self, rows: torch.Tensor) -> torch.Tensor:
         return self.adapter_forward(self.adapter, rows.contiguous())
@@ -65,6 +65,15 @@ class LoRATopKRouter(AdapterWrapper):
         if getattr(getattr(router, "config", None), "moe_router_force_load_balancing", False):
             logits = torch.randn_like(logits)
         return router.routing(logits, *args, **kwargs)
+
+
+def _with_own_indices(result: Any) -> Any:
+    """The answer with copies of its integers: some experts write into the indices, which backward still needs."""
+    if type(result) is not tuple:
+        return result
+    return tuple(
+        each.clone() if isinstance(each, torch.Tensor) and not each.is_floating_point() else each for each in result
+    )
 
 
 def _is_megatron(router: nn.Module) -> bool:
