@@ -10,7 +10,7 @@ class TestGraniteMoe(MoESuite):
 
     @classmethod
     def settle(cls, model):
-        # choices so clear that no rounding in bfloat16 makes another
+        # a router without near ties, which a rounding in bfloat16 would decide otherwise
         for name, parameter in model.named_parameters():
             if name.endswith("router.weight"):
-                parameter.data.mul_(4)
+                parameter.data.copy_(parameter.data.roll(1, 1))
