@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from opake.testing import MoESuite
 
 
-# the compressor of Transformers scatters into a mask, for which torch has no batching rule: right, but looped over
-@pytest.mark.filterwarnings("ignore:There is a performance drop.*scatter_.value:UserWarning")
 class TestDeepseekV4(MoESuite):
     model_type = "deepseek_v4"
     attentions = ("eager",)

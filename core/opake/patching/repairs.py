@@ -109,6 +109,23 @@ class EagerExperts(ModelRecord):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ScatteredValues(ModelRecord):
+    """Routers that scatter a number in place, which torch would do row by row inside transforms."""
+
+    flag: ClassVar[str] = "moe"
+
+    def sites(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        from opake.experts import scatter
+
+        return scatter.sites(model)
+
+    def apply(self, module: nn.Module) -> Undo:
+        from opake.experts import scatter
+
+        return scatter.apply(module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class NoLayerDrop(ModelRecord):
     """Layer dropout of probability zero, for which some models draw a number and branch on it."""
 
@@ -147,4 +164,13 @@ class OldFunctions(ModelRecord):
         return functions.apply(module)
 
 
-REPAIRS = (OtherLoss, MaskBuilders, RecurrentMasks, RouterLoss, EagerExperts, NoLayerDrop, OldFunctions)
+REPAIRS = (
+    OtherLoss,
+    MaskBuilders,
+    RecurrentMasks,
+    RouterLoss,
+    EagerExperts,
+    ScatteredValues,
+    NoLayerDrop,
+    OldFunctions,
+)
