@@ -16,12 +16,13 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .checks import check_float, check_index, check_same_device, check_shape
 from .cross_entropy_kernels import cross_entropy_bwd_kernel, cross_entropy_fwd_kernel, cross_entropy_reduce_kernel
-from .fold import ROWS, fold_groups, function_pair, values_readable
-from .launch import DEBUG, cdiv, launch, uses_triton
+from .fold import ROWS, fold_groups, function_pair
+from .labels import look_at_labels
+from .launch import cdiv, launch, uses_triton
 from .row_softmax import grad_tile, row_tile
 from .strided_rows import dense_like, row_strides
 
-__all__ = ["CrossEntropySettings", "check_labels", "cross_entropy_reference", "opake_cross_entropy_loss"]
+__all__ = ["CrossEntropySettings", "cross_entropy_reference", "opake_cross_entropy_loss"]
 
 _REDUCTIONS = ("none", "sum", "mean")
 
@@ -71,19 +72,8 @@ def cross_entropy_reference(
     return total if settings.reduction == "sum" else total / (~ignored).sum().clamp(min=1)
 
 
-def check_labels(op: str, labels: torch.Tensor, V: int, ignore_index: int) -> None:
-    """ValueError for a label that is neither a class nor ignored. Reads the labels: not for a device under way."""
-    bad = labels[((labels < 0) | (labels >= V)) & (labels != ignore_index)]
-    if bad.numel():
-        raise ValueError(
-            f"{op}: label {int(bad[0])} is out of range for a vocabulary of {V} and not ignore_index {ignore_index}"
-        )
-
-
 def _tokens(logits: torch.Tensor, labels: torch.Tensor, settings: CrossEntropySettings) -> Any:
     """Losses shaped like `labels`, and the two parts of their logsumexp in a last dimension of two; fp32."""
-    if DEBUG:
-        check_labels("opake_cross_entropy_loss", labels, logits.shape[-1], settings.ignore_index)
     loss = dense_like(labels, torch.float32)
     lse = torch.empty((*labels.shape, 2), dtype=torch.float32, device=logits.device)
     x, inner, outer, step = row_strides(logits)
@@ -197,8 +187,7 @@ def opake_cross_entropy_loss(
     if not logits.dim() or not logits.shape[-1]:
         raise ValueError(f"{op}: logits have shape {tuple(logits.shape)}, expected (..., V) with V >= 1")
     check_shape(op, "labels", labels.shape, logits.shape[:-1], "the leading dimensions of logits")
-    if labels.device.type == "cpu" and values_readable():
-        check_labels(op, labels, logits.shape[-1], settings.ignore_index)
+    look_at_labels(op, labels, logits.shape[-1], settings.ignore_index)
     if not uses_triton(logits, labels):
         return cross_entropy_reference(logits, labels, settings)
     pair = _token_losses if reduction == "none" else _reduced_loss

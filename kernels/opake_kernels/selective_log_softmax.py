@@ -11,16 +11,13 @@ from typing import Any
 import torch
 
 from .checks import check_float, check_index, check_same_device, check_shape
-from .cross_entropy import check_labels
-from .fold import ROWS, function_pair, values_readable
-from .launch import DEBUG, cdiv, jit, launch, next_power_of_2, tl, uses_triton
+from .fold import ROWS, function_pair
+from .labels import look_at_labels
+from .launch import cdiv, jit, launch, next_power_of_2, tl, uses_triton
 from .row_softmax import aligned_start, grad_tile, row_log_softmax_parts, row_tile
 from .strided_rows import dense_like, row_strides
 
 __all__ = ["opake_selective_log_softmax", "selective_log_softmax_reference"]
-
-# no index is ignored; this value can be none
-_NEVER = -(2**62)
 
 
 def selective_log_softmax_reference(
@@ -92,8 +89,6 @@ def selective_log_softmax_bwd_kernel(
 
 
 def _forward(logits: torch.Tensor, indices: torch.Tensor, groups: int, dtype: torch.dtype) -> Any:
-    if DEBUG:
-        check_labels("opake_selective_log_softmax", indices, logits.shape[-1], _NEVER)
     out = torch.empty(indices.shape, dtype=dtype, device=logits.device)
     lse = torch.empty((*logits.shape[:-1], 2), dtype=torch.float32, device=logits.device)
     x, inner, outer, step = row_strides(logits)
@@ -152,8 +147,7 @@ def opake_selective_log_softmax(logits: torch.Tensor, indices: torch.Tensor) -> 
     if indices.dim() != logits.dim():
         raise ValueError(f"{op}: indices have shape {tuple(indices.shape)}, logits {tuple(logits.shape)}")
     check_shape(op, "indices[:-1]", indices.shape[:-1], logits.shape[:-1], "the leading dimensions of logits")
-    if indices.device.type == "cpu" and values_readable():
-        check_labels(op, indices, logits.shape[-1], _NEVER)
+    look_at_labels(op, indices, logits.shape[-1])
     dtype = logits.dtype
     if logits.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.promote_types(dtype, torch.float32)

@@ -7,7 +7,13 @@ import torch
 from torch.func import grad, vmap
 from torch.nn import functional
 
-from opake_kernels import cross_entropy
+from opake_kernels import (
+    cross_entropy,
+    launch,
+    opake_linear_cross_entropy_loss,
+    opake_selective_log_softmax,
+)
+from opake_kernels import labels as labels_module
 from opake_kernels.cross_entropy import CrossEntropySettings, cross_entropy_reference, opake_cross_entropy_loss
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -184,11 +190,23 @@ def test_label_out_of_range_is_nan_where_it_may_not_be_looked_at(label, fn, devi
     assert grads.isnan().any(-1).tolist() == [[False, True, False], [False] * 3]
 
 
-def test_label_out_of_range_under_debug(device, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "DEBUG", True)
+def _linear_loss(hidden, labels):
+    return opake_linear_cross_entropy_loss(hidden, torch.ones(9, 9, device=hidden.device), labels)
+
+
+@pytest.mark.parametrize("fn", [opake_cross_entropy_loss, opake_selective_log_softmax, _linear_loss])
+@pytest.mark.parametrize("triton", [True, False])
+def test_label_out_of_range_under_debug(triton, fn, device, monkeypatch):
+    monkeypatch.setattr(labels_module, "DEBUG", True)
+    if not triton:
+        monkeypatch.setattr(launch, "HAS_TRITON", False)
     logits, labels = torch.randn(1, 2, 9, device=device), torch.tensor([[0, 9]], device=device)
     with pytest.raises(ValueError, match="label 9 is out of range"):
-        vmap(opake_cross_entropy_loss)(logits, labels)
+        fn(logits, labels)
+    with pytest.raises(ValueError, match="label 9 is out of range"):
+        vmap(torch.func.grad(lambda x, y: fn(x, y).sum()))(logits, labels)
+    labels[0, 1] = 8
+    assert torch.isfinite(fn(logits, labels)).all()
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,10 @@ from opake_kernels.checks import (
     check_same_dtype,
     check_shape,
 )
-from opake_kernels.cross_entropy import CrossEntropySettings, check_labels, cross_entropy_reference
-from opake_kernels.fold import ROWS, SHARED, function_pair, transforms_active, values_readable
-from opake_kernels.launch import DEBUG, uses_triton
+from opake_kernels.cross_entropy import CrossEntropySettings, cross_entropy_reference
+from opake_kernels.fold import ROWS, SHARED, function_pair, transforms_active
+from opake_kernels.labels import look_at_labels
+from opake_kernels.launch import uses_triton
 
 from .chunked import AUTOMATIC
 from .grouped import by_tokens, run
@@ -77,8 +78,6 @@ def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 
 
 def _forward_eager(hidden: Any, weight: Any, bias: Any, labels: Any, _anchor: Any, groups: int, plan: Plan) -> Any:
-    if DEBUG:
-        check_labels(_OP, labels, weight.shape[-2], plan.loss.ignore_index)
     found = run(hidden, weight, bias, labels, groups, plan, plan.eager)
     gradients = [_kept(d, hidden, groups) for d in found[2:]]
     return *_reduced(found.loss, labels, groups, plan.loss), *gradients
@@ -95,8 +94,6 @@ def _backward_eager(grads: Any, saved: Any, need: Any, groups: int, plan: Plan) 
 
 
 def _forward_lazy(hidden: Any, weight: Any, bias: Any, labels: Any, groups: int, plan: Plan) -> Any:
-    if DEBUG:
-        check_labels(_OP, labels, weight.shape[-2], plan.loss.ignore_index)
     found = run(hidden, weight, bias, labels, groups, plan, Need(plan.eager.hidden))
     return *_reduced(found.loss, labels, groups, plan.loss), _kept(found.hidden, hidden, groups), found.lse
 
@@ -187,8 +184,7 @@ def opake_linear_cross_entropy_loss(
     hidden, weight, *rest = autocast_to_compute_dtype(hidden, weight, *([] if bias is None else [bias]))
     bias = rest[0] if rest else None
     groups = _check_shapes(hidden, weight, bias, labels)
-    if labels.device.type == "cpu" and values_readable():
-        check_labels(_OP, labels, weight.shape[-2], ignore_index)
+    look_at_labels(_OP, labels, weight.shape[-2], ignore_index)
     if not uses_triton(hidden, weight, labels, bias):
         width = width or AUTOMATIC
     eager = Need(tracked(hidden), tracked(weight), tracked(bias))
