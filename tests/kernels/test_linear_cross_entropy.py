@@ -62,7 +62,7 @@ def check(check_op):
 
     def run(data, diff, chunk, draw=False, **options):
         rms = data[0].dtype == torch.float32
-        draws = 32 if draw and data[0].is_cuda else 1
+        draws = 16 if draw and data[0].is_cuda else 1
         return check_op(_op(chunk=chunk, **options), _twin(**options), data, diff, rms=rms, draws=draws)
 
     return run
