@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.func import vjp, vmap
 
 from opake.checking.tiny import tiny_batch, tiny_model
 from opake.patches import apply_model_patches
+from opake_kernels.cross_entropy import CrossEntropySettings
 from opake_kernels.linear_cross_entropy import linear_cross_entropy_reference, opake_linear_cross_entropy_loss
 
 pytestmark = [
@@ -27,28 +30,36 @@ def test_loss_only_in_bfloat16(model_type):
     torch.testing.assert_close(out.loss, want, rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize("tokens", [1, 4096])
+def _losses_and_gradient(loss, hidden, weight, labels, dtype, part):
+    """Token losses (N,), and the gradient (N, H) of their mean, `part` tokens a call, in float64."""
+    found, w = [], weight.to(dtype)
+    for at in range(0, len(labels), part):
+        x = hidden[at : at + part].to(dtype).requires_grad_()
+        tokens = loss(x, w, labels[at : at + part])
+        (d,) = torch.autograd.grad(tokens.sum() / len(labels), x)
+        found.append((tokens.detach().double(), d.double()))
+    return [torch.cat(t) for t in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(("tokens", "part"), [(16, 1), (4096, 4096), (32768, 32768)])
 @pytest.mark.parametrize("V", [50257, 262144])
 @pytest.mark.parametrize("size", [0.01, 1.0, 4.0])
-def test_accuracy(size, V, tokens):
-    """Flat and confident logits: the error against float64 is at most twice that of torch's unfused bf16 path."""
+def test_accuracy(size, V, tokens, part):
+    """Flat and confident logits: the error against float64 is at most twice that of torch's unfused bf16 path.
+
+    One token is judged over sixteen calls: the error of a single loss is luck on either side.
+    """
     torch.manual_seed(0)
-    H = 128
+    H, none = 128, CrossEntropySettings(reduction="none")
     weight = (torch.randn(V, H, device="cuda") / H**0.5).bfloat16()
     labels = torch.randint(0, V, (tokens,), device="cuda")
     hidden = (torch.randn(tokens, H, device="cuda") * size + weight[labels].float() * size).bfloat16()
-
-    def gradient(loss, dtype):
-        x = hidden.to(dtype).requires_grad_()
-        value = loss(x, weight.to(dtype), labels)
-        return [value.detach().double(), torch.autograd.grad(value, x)[0].double()]
-
-    exact = gradient(linear_cross_entropy_reference, torch.float64)
-    stock = gradient(linear_cross_entropy_reference, torch.bfloat16)
-    ours = gradient(opake_linear_cross_entropy_loss, torch.bfloat16)
-    for o, s, e in zip(ours, stock, exact, strict=True):
-        room = torch.finfo(torch.bfloat16).eps / 2 * e.norm()
-        assert (o - e).norm() <= 2 * (s - e).norm() + room
+    args, twin = (hidden, weight, labels), partial(linear_cross_entropy_reference, settings=none)
+    exact = _losses_and_gradient(twin, *args, torch.float64, 2048)
+    stock = _losses_and_gradient(twin, *args, torch.bfloat16, min(part, 2048))
+    ours = partial(opake_linear_cross_entropy_loss, reduction="none")
+    for o, s, e in zip(_losses_and_gradient(ours, *args, torch.bfloat16, part), stock, exact, strict=True):
+        assert (o - e).norm() <= 2 * (s - e).norm() + torch.finfo(torch.float32).eps / 2 * e.norm()
 
 
 @pytest.mark.parametrize("per_example", [False, True])
