@@ -326,7 +326,12 @@ def test_cuda_choice_honours_sdpa_kernel() -> None:
 
     q, k, v = (torch.randn(2, h, 64, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
     mask = torch.ones(2, 1, 64, 64, device="cuda", dtype=torch.bool).tril()
-    assert choose(q, k, v, None, True) is FLASH
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
+    assert choose(q, k, v, None, True) is (CUDNN if hopper else FLASH)
+    # lengths of every size do not each get a plan of their own
+    assert choose(q[:, :, :63], k[:, :, :63], v[:, :, :63], None, True) is FLASH
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert choose(q, k, v, None, True) is FLASH
     for kernel, backend in ((SDPBackend.EFFICIENT_ATTENTION, EFFICIENT), (SDPBackend.CUDNN_ATTENTION, CUDNN)):
         with sdpa_kernel(kernel):
             assert choose(q, k, v, None, True) is backend

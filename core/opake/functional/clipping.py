@@ -39,6 +39,7 @@ class ClippedSum:
         fused = all(g.is_cuda for g in grads.values())
         if fused:
             grads.update((name, g.contiguous()) for name, g in list(grads.items()))
+            self._make_totals()
         norms = row_square_sums(list(grads.values())).sqrt() if fused else row_norms(grads.values())
         finite = torch.isfinite(norms)
         kept = finite if real is None else finite & real
@@ -52,12 +53,21 @@ class ClippedSum:
         shown = norms if real is None else norms.masked_fill(~real, 0)
         return shown.float(), (kept & (norms > self._clip_norm)).sum(), lost.sum()
 
+    def _make_totals(self) -> None:
+        """All sums that are missing, zeroed in one launch: a LoRA model has hundreds of small ones."""
+        new = {name: self._empty(name) for name in self._params if name not in self._sums}
+        if new:
+            torch._foreach_zero_(list(new.values()))  # pyright: ignore[reportPrivateImportUsage]
+            self._sums.update(new)
+
+    def _empty(self, name: str) -> torch.Tensor:
+        p = self._params[name]
+        return torch.empty(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+
     def _total(self, name: str) -> torch.Tensor:
         """The sum of one parameter, made when it is first needed: not while the first microbatch runs."""
         if name not in self._sums:
-            p = self._params[name]
-            wide = torch.promote_types(p.dtype, torch.float32)
-            self._sums[name] = torch.zeros(p.shape, dtype=wide, device=p.device)
+            self._sums[name] = self._empty(name).zero_()
         return self._sums[name]
 
     def _add_rows(self, total: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor, dropped: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ table and no context variable: the backward of a GPU runs in a thread of its own
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -43,7 +43,15 @@ def _copied(factors: list[torch.Tensor], dtype: torch.dtype) -> dict[_Key, torch
 
 
 def _key(w: torch.Tensor, dtype: torch.dtype) -> _Key:
-    return w.data_ptr(), dtype, torch.cuda.current_stream(w.device).cuda_stream if w.is_cuda else 0
+    return w.data_ptr(), dtype, _stream(w.get_device()) if w.is_cuda else 0
+
+
+def _public_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+# the public way makes a Stream object each time, which takes longer than everything else here
+_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 
 
 def ready(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
