@@ -162,8 +162,8 @@ def window_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def _faster_than_flash(device: torch.device, T: int, S: int) -> bool:
     """Where the cuDNN kernel is the faster one, as PyTorch's own order has it: 0.44 ms to 0.62 on an H200.
 
-    That is forward and backward of 16 rows of 1024 tokens, 14 and 2 heads of 64, bf16. Whole tiles only, so that lengths
-    that come in all sizes do not each have a plan made.
+    That is forward and backward of 16 rows of 1024 tokens, 14 and 2 heads of 64, bf16. Whole tiles only, so that
+    lengths that come in all sizes do not each have a plan made.
     """
     return T % 64 == 0 and S % 64 == 0 and _capability(device) >= (9, 0)
 
