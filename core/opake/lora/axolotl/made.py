@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dis
 import re
-from types import FunctionType
-from typing import Any
 
 from torch import nn
+
+from opake.patching.instance import layers
 
 INPUTS = re.compile(
     r"(q|k|v|qkv|kv|query|key|value|c_attn|q_attn|query_key_value|in_proj|project_[qkv]|w_?(q|k|v|qkv|pack))(_|$|[abln])",
@@ -22,7 +22,8 @@ INPUTS = re.compile(
 def attributes_made(cls: type) -> set[str]:
     """Names of the attributes that the constructors of a class set."""
     makers = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base) and base is not nn.Module]
-    codes = [plain.__code__ for maker in makers if isinstance(plain := _undecorated(maker), FunctionType)]
+    # decorators are looked through by what they close over; not all of them say what they wrap
+    codes = [layer.__code__ for maker in makers for layer in layers(maker)]
     return {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
 
 
@@ -32,9 +33,3 @@ def projects_in(cls: type) -> list[str]:
     Their norms are not.
     """
     return [name for name in attributes_made(cls) if INPUTS.match(name) and "norm" not in name]
-
-
-def _undecorated(fn: Any) -> Any:
-    while hasattr(fn, "__wrapped__"):
-        fn = fn.__wrapped__
-    return fn
