@@ -27,8 +27,8 @@ from .strided_rows import dense_like, invert, memory_order, row_strides
 
 __all__ = ["rms_backward", "rms_forward"]
 
-# beyond this a row no longer fits the registers of one program together with its gradient
-_WIDEST_TILE = 16384
+# beyond this a row no longer fits the registers of one program, or not together with its gradient
+_WIDEST_ROW, _WIDEST_TILE = 32768, 16384
 # from here on a program cannot keep the weight between rows
 _WIDE_TILE = 16384
 # bytes of x and dy that a multiprocessor should have asked for at any time
@@ -44,7 +44,7 @@ def _tile(C: int) -> tuple[int, int, int]:
     """(rows, block, warps) of one tile: at least 2048 elements, 16 for each thread."""
     block = next_power_of_2(C)
     rows = max(1, 2048 // block)
-    return rows, block, warps_for(rows * block)
+    return rows, block, 32 if block > _WIDEST_TILE else warps_for(rows * block)
 
 
 @lru_cache(maxsize=256)
@@ -142,7 +142,7 @@ def _launch_forward(x, residual, weight, y, s, rstd, groups, eps, offset, round_
     at, *x_rows = _rows(x)
     res, *res_rows = _rows(residual)
     meta = {"COLS": C, "OFFSET": offset, "ROUND": round_first and w is not None}
-    if C > _WIDEST_TILE:
+    if C > _WIDEST_ROW:
         args = (at, res, w, y, s, rstd, R, w_step, eps, *x_rows, *res_rows)
         launch(rms_norm_wide_fwd_kernel, (rows,), x, *args, **meta, BLOCK=_WIDE_BLOCK, num_warps=8)
         return

@@ -124,10 +124,12 @@ def test_gradients_do_not_hear_neighbours(device):
     assert torch.equal(first, second)
 
 
+# wider than a tile of the backward, and of the forward
+@pytest.mark.parametrize("C", [16400, 32800])
 @pytest.mark.parametrize("weight", ["shared", "rows", "none"])
 @pytest.mark.parametrize("variant", ["llama", "gemma"])
-def test_wider_than_a_tile(variant, weight, device, check_op):
-    x, w = _args((2, 2, 16400), FP32, device)
+def test_wider_than_a_tile(variant, weight, C, device, check_op):
+    x, w = _args((2, 2, C), FP32, device)
     args = {"shared": [x, w], "rows": [x, torch.stack((w, -w))], "none": [x]}[weight]
     check_op(*_bound(**VARIANTS[variant]), args, tuple(range(len(args))))
 
@@ -250,7 +252,7 @@ def test_double_precision_takes_the_twin(device, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("C", [64, 128, 256, 896, 2880, 4096, 8192, 8200, 16384, 16400, 65536])
+@pytest.mark.parametrize("C", [64, 128, 256, 896, 2880, 4096, 8192, 8200, 16384, 16400, 32768, 65536])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_widths_on_a_gpu(dtype, C, check_op):
     rows = max(2, 2**20 // C)
