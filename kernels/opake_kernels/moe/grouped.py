@@ -32,6 +32,8 @@ class Grouped:
         self.S = routing.perm.numel()
         self.token = routing.tokens()
         self.gathered: dict[int, torch.Tensor] = {}
+        # gate and up of forward (S, 2I), for backward where they are kept
+        self.kept: torch.Tensor | None = None
         if routing.by_example:
             # each example has the same number of rows, and its ends are counted from its first
             starts = torch.arange(routing.G, device=self.token.device)[:, None] * (self.S // routing.G)
@@ -93,7 +95,8 @@ class Grouped:
 
     def hidden(self, x: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
         """act(gate) * up of the sorted rows."""
-        return gated_reference(self._gate_and_up(x, z), None, self.act, self.paired)
+        self.kept = self._gate_and_up(x, z)
+        return gated_reference(self.kept, None, self.act, self.paired)
 
     def gate_gradients(
         self,
@@ -105,7 +108,7 @@ class Grouped:
         need_hidden: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Gradient of gate and up (S, 2I), the activation (S, I) if wanted, and d weight (S) in slot order."""
-        both = self._gate_and_up(x, z)
+        both = self._gate_and_up(x, z) if self.kept is None else self.kept
         low_rank = None if z_down is None or self.w.A_down is None else (z_down, self.w.A_down.mT)
         dh = self.rows(d, self.w.down, low_rank=low_rank, gather=True)
         gate, up = (both[:, ::2], both[:, 1::2]) if self.paired else both.chunk(2, dim=1)

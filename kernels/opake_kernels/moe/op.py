@@ -56,19 +56,26 @@ def _path(index: torch.Tensor, w: Weights, s: Settings) -> Fused | Grouped:
     return kind(w, route(index, E, by_example), s.act, s.paired)
 
 
-def _forward(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, *args: Any) -> torch.Tensor:
+def _forward(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    """(the result, gate and up of the sorted rows where they are kept)."""
     *given, groups, s = args
     x_GTH, index_GTK, weight_GTK, w = _folded(x, index, weight, given, groups, s)
+    lead = x.shape[:groups]
+    # an output must have the groups, also one that stands for nothing
+    nothing = x.new_empty(*lead, 0)
     if not x.numel() or not index.numel():
-        return torch.zeros_like(x)
+        return torch.zeros_like(x), nothing
     if s.path == "dense":
-        return dense.forward(x_GTH, index_GTK, weight_GTK, w, s.act, s.paired).view(x.shape)
-    rows = x_GTH.reshape(-1, x.shape[-1]).contiguous()
-    return passes.forward(rows, weight_GTK.reshape(-1), _path(index_GTK, w, s)).view(x.shape)
+        return dense.forward(x_GTH, index_GTK, weight_GTK, w, s.act, s.paired).view(x.shape), nothing
+    rows, path = x_GTH.reshape(-1, x.shape[-1]).contiguous(), _path(index_GTK, w, s)
+    y = passes.forward(rows, weight_GTK.reshape(-1), path).view(x.shape)
+    # on a CPU the product costs more than the memory; its rows are sorted by example first
+    kept = path.kept if isinstance(path, Grouped) and path.r.by_example else None
+    return y, nothing if kept is None else kept.view(*lead, -1, kept.shape[1])
 
 
 def _backward(grads: Any, saved: Any, need: Any, groups: int, s: Settings) -> list[Optional]:
-    (d,), (x, index, weight, *given) = grads, saved
+    (d,), (x, index, weight, *given, kept) = grads, saved
     lead = d.shape[:groups]
     need = [need[0], *need[2:]]
     if not x.numel() or not index.numel():
@@ -79,7 +86,7 @@ def _backward(grads: Any, saved: Any, need: Any, groups: int, s: Settings) -> li
         d_GTH = fold_rows(d, groups)
         found = dense.backward(d_GTH, x_GTH, index_GTK, weight_GTK, w, s.act, s.paired, need, dtypes)
     else:
-        found = _sparse_backward(d, x_GTH, index_GTK, weight_GTK, w, s, need, dtypes)
+        found = _sparse_backward(d, x_GTH, index_GTK, weight_GTK, w, s, need, dtypes, kept)
     dx, dw, *rest = found
     dx = None if dx is None else dx.view(d.shape)
     dw = None if dw is None else dw.to(weight.dtype).view(weight.shape)
@@ -88,11 +95,13 @@ def _backward(grads: Any, saved: Any, need: Any, groups: int, s: Settings) -> li
 
 def _sparse_backward(
     d: torch.Tensor, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, w: Weights, s: Settings,
-    need: Sequence[bool], dtypes: Sequence[Any],
+    need: Sequence[bool], dtypes: Sequence[Any], kept: torch.Tensor,
 ) -> list[Optional]:  # fmt: skip
     G, H = x.shape[0], x.shape[-1]
     rows, d_rows = (t.reshape(-1, H).contiguous() for t in (x, d))
     path = _path(index, w, s)
+    if isinstance(path, Grouped) and kept.numel():
+        path.kept = kept.reshape(-1, kept.shape[-1])
     dx, dw, *rest = passes.backward(d_rows, rows, weight.reshape(-1), path, need, dtypes)
     if dw is not None and w.down_bias is not None:
         flat = path.r.index.reshape(-1, index.shape[-1])
@@ -116,6 +125,8 @@ _moe = function_pair(
     backward=_backward,
     roles=(ROWS, ROWS, ROWS, *[SHARED] * len(NAMES)),
     save_inputs=tuple(range(3 + len(NAMES))),
+    save_outputs=(1,),
+    stats=1,
 )
 
 
@@ -188,7 +199,7 @@ def opake_moe(
     settings = Settings(act, interleaved, (float(s_up), float(s_down)), path)
     sized = zip(weights, _DIMS, strict=True)
     with_axis = [w if w is None or not groups or w.dim() == dim + 1 else w[None] for w, dim in sized]
-    return _moe(x, top_k_index, top_k_weights, *with_axis, groups, settings)
+    return _moe(x, top_k_index, top_k_weights, *with_axis, groups, settings)[0]
 
 
 _DIMS = (3, 3, 2, 2, 3, 3, 3, 3)

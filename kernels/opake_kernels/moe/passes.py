@@ -1,7 +1,8 @@
 """Forward and backward of sparse experts, step by step, over the products that a path offers (grouped.py, fused.py).
 
-Kept for backward are the inputs alone; gate and up are computed again. Only what is asked for is computed: frozen
-experts cost no weight gradient, and each gradient of a weight is one of each example, (G, E, ...).
+Kept for backward are the inputs alone, and on a CPU gate and up; elsewhere they are computed again. Only what is asked
+for is computed: frozen experts cost no weight gradient, and each gradient of a weight is one of each example,
+(G, E, ...).
 
 Notation: x, d (N, H), rows of all tokens; slots (N * K), a token's choices; z = scaling * x A, the narrow side of an
 adapter. With w_s the routing weight of slot s, y_s = w_s (h_s down + bias) and h = act(gate) * up.
