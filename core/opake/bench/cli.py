@@ -13,10 +13,14 @@ from opake.cli.output import examples, fail, group, table
 
 from .memory_cli import EPILOG as MEMORY
 from .memory_cli import memory
+from .step_cli import EPILOG as STEP
+from .step_cli import step
 
 __all__ = ["app"]
 
-app = group(name="bench", help="Time the fused ops, and account for the memory of a step, on this machine.")
+app = group(
+    name="bench", help="Time the fused ops and whole steps, and account for the memory of a step, on this machine."
+)
 
 EPILOG = examples(
     "bench kernels", "bench kernels swiglu cross_entropy --vs torch,liger", "bench kernels --plot bars.png"
@@ -64,6 +68,7 @@ def kernels(
 
 
 app.command("memory", epilog=MEMORY)(memory)
+app.command("step", epilog=STEP)(step)
 
 
 def _cells(row: object) -> list[str]:

@@ -12,7 +12,7 @@ import typer
 from opake.cli.output import examples, fail, note, table
 from opake.errors import OpakeError
 
-__all__ = ["EPILOG", "memory"]
+__all__ = ["EPILOG", "memory", "setting"]
 
 EPILOG = examples(
     "bench memory qwen2",
@@ -44,7 +44,7 @@ def memory(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        sizes = Sizes(config_of(model, dict(map(_setting, size or ()))), rows, tokens, rank)
+        sizes = Sizes(config_of(model, dict(map(setting, size or ()))), rows, tokens, rank)
         found = _measured(sizes, device, engine, budget, [int(each) for each in lengths.split(",") if each], WAYS)
     except (OpakeError, ValueError) as error:
         fail(str(error))
@@ -111,7 +111,8 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f}"
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def setting(text: str) -> tuple[str, Any]:
+    """`name=value` as a pair, the value read as JSON where it is some."""
     name, sign, value = text.partition("=")
     if not sign:
         raise ValueError(f"--size {text!r}: give it as name=value")
