@@ -7,3 +7,5 @@ from opake.testing import MoESuite
 
 class TestDeepseekV3(MoESuite):
     model_type = "deepseek_v3"
+    # the router computes in float32
+    dtypes = ("fp32", "bf16")

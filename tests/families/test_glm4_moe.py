@@ -7,3 +7,5 @@ from opake.testing import MoESuite
 
 class TestGlm4Moe(MoESuite):
     model_type = "glm4_moe"
+    # the router computes in float32
+    dtypes = ("fp32", "bf16")

@@ -77,7 +77,7 @@ class ExpertCases(Suite):
         assert_same_gradients(got, bench.reference(attention, "fp32", "right"), LIMITS["fp32"])
         report = patch_report(model)
         assert report is not None
-        assert not report.fallbacks or when == "after"
+        assert when == "after" or not [each for each in report.fallbacks if each.site.endswith("experts")]
 
     @pytest.mark.parametrize("flags", [{"grouped_moe": False}, {"moe": False}])
     def test_without(self, bench: Bench, flags: dict[str, bool]) -> None:

@@ -120,4 +120,5 @@ class GradientCases(Suite):
         """Freeze every matrix and return those whose gradient no other tensor of the model has the shape of."""
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.dim() < 2)
-        return {name: p for name, p in model.named_parameters() if p.dim() == 2}
+        # a matrix of one row has the shape of a vector's gradient
+        return {name: p for name, p in model.named_parameters() if p.dim() == 2 and min(p.shape) > 1}
