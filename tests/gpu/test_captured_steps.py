@@ -1,4 +1,4 @@
-"""Training by captured steps: equal to eager steps through changes of inputs, rates and adapters, at constant memory."""
+"""Training by captured steps: equal to eager ones through changes of inputs, rates and adapters, at constant memory."""
 
 from __future__ import annotations
 
