@@ -79,6 +79,9 @@ def recomputed_norms() -> Iterator[None]:
 
 def offer(out: torch.Tensor, op: Callable[..., torch.Tensor], *inputs: Any, **options: Any) -> torch.Tensor:
     """`out`, which is `op(*inputs, **options)`; from now on it may be made again where that saves memory."""
+    # torch.compile cannot read a context variable, and makes things again by itself
+    if torch.compiler.is_compiling():
+        return out
     recipes = _active.get()
     if recipes is not None and torch.is_grad_enabled():
         fixed = [x.detach() if isinstance(x, torch.Tensor) else x for x in inputs]
