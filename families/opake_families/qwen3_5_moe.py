@@ -18,12 +18,14 @@ from opake.records import (
 
 
 @hookimpl
-def opake_kernel_patches(hf):
+def opake_kernel_patches(hf, config):
+    whole = config.model_type == "qwen3_5_moe"
+    head = hf.Qwen3_5MoeForConditionalGeneration if whole else hf.Qwen3_5MoeForCausalLM
     yield Rotary(hf)
     yield RMSNorm(hf.Qwen3_5MoeRMSNorm)
     yield GatedMLP(hf.Qwen3_5MoeMLP)
-    yield CrossEntropy(hf.Qwen3_5MoeForCausalLM)
-    yield LinearCrossEntropy(hf.Qwen3_5MoeForCausalLM)
+    yield CrossEntropy(head)
+    yield LinearCrossEntropy(head)
 
 
 @hookimpl
