@@ -279,3 +279,41 @@ def test_dropout_is_drawn_per_example(x: torch.Tensor) -> None:
     assert len({tuple(g.flatten().tolist()) for g in got["adapter.linear_out.weight"]}) > 60
     _, got = loop_and_vmap(wrapped, same, randomness="same")
     assert len({tuple(g.flatten().tolist()) for g in got["adapter.linear_out.weight"]}) == 1
+
+
+def test_a_wrapper_is_not_wrapped_again() -> None:
+    wrapped = layer()
+    with pytest.raises(InputError, match="this Linear has an adapter already"):
+        LoRALinear(wrapped, wrapped.adapter)
+
+
+def test_a_parametrized_base(x: torch.Tensor) -> None:
+    class Twice(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    wrapped = layer()
+    weight = wrapped.to_wrap.weight
+    torch.nn.utils.parametrize.register_parametrization(wrapped.to_wrap, "weight", Twice())
+    want = functional.linear(x, 2 * weight, wrapped.bias) + wrapped.adapter(x)
+    torch.testing.assert_close(wrapped(x), want)
+    torch.testing.assert_close(functional.linear(x, wrapped.weight, wrapped.bias), want)
+
+
+def test_ensembles_by_stacking() -> None:
+    models = [randomised(layer(nn.Linear(6, 4)), seed) for seed in range(3)]
+    params, buffers = torch.func.stack_module_state(models)
+    x = torch.randn(2, 6, dtype=torch.float64)
+
+    def call(params: Any, buffers: Any) -> torch.Tensor:
+        return functional_call(models[0], (params, buffers), (x,))
+
+    out = torch.vmap(call)(params, buffers)
+    torch.testing.assert_close(out, torch.stack([model(x) for model in models]))
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled(fullgraph: bool, x: torch.Tensor) -> None:
+    wrapped = layer()
+    compiled = torch.compile(wrapped, backend="aot_eager", fullgraph=fullgraph)
+    torch.testing.assert_close(compiled(x), wrapped(x))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from opake.errors import InputError
+
 BASE, ADAPTER = "to_wrap.", "adapter."
 
 
@@ -23,11 +25,17 @@ class AdapterWrapper(nn.Module):
     adapter: a module that computes the difference
 
     Attributes that the wrapper does not have are those of `to_wrap`. A strict `load_state_dict` takes the wrapper's own
-    state dict, and one of the bare module as well, which leaves the adapter as it is.
+    state dict, and one of the bare module as well, which leaves the adapter as it is. Raises InputError for a module
+    that is such a wrapper itself.
     """
 
     def __init__(self, to_wrap: nn.Module, adapter: nn.Module) -> None:
         super().__init__()
+        if isinstance(to_wrap, AdapterWrapper):
+            raise InputError(
+                f"this {type(to_wrap.to_wrap).__name__} has an adapter already, and two would have the same names; "
+                "wrap its to_wrap with an adapter of a higher rank"
+            )
         self.to_wrap = to_wrap
         self.adapter = adapter
         self._adapter_enabled = True
