@@ -194,6 +194,13 @@ def test_every_error_is_drawn_in_the_tree() -> None:
             assert re.search(rf"\b{name}\b", tree), name
 
 
+def test_every_name_of_ours_that_a_page_mentions_exists() -> None:
+    known = {*opake_kernels.__all__, *hookspecs.HOOKS, "opake_kernels", "opake_families", "opake_helium"}
+    for file in PAGES:
+        named = set(re.findall(r"`(opake_\w+)`", file.read_text(encoding="utf-8")))
+        assert named <= known, f"{file.name} names {sorted(named - known)}"
+
+
 PUBLIC = (
     "opake.collate",
     "opake.explain",
