@@ -117,3 +117,14 @@ def test_frozen_factors_and_other_dtypes_are_left_to_the_calls(model):
         assert len(ahead._copies) == len(params)
     model.float()
     assert adapters.lower_precision(model) is None
+
+
+@pytest.mark.parametrize("outside", [torch.no_grad, torch.enable_grad])
+def test_it_does_not_matter_who_differentiates_outside(model, outside):
+    ids = torch.randint(0, V, (3, 6), generator=torch.Generator().manual_seed(1))
+    want = run(model, "batched")
+    with outside():
+        # parameters as they are, not detached
+        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        got = per_example_grads(model, engine="batched")(params, input_ids=ids, labels=ids)
+    assert all(torch.equal(got[name], want[name]) for name in want)

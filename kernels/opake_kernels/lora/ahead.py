@@ -34,6 +34,7 @@ def cast_ahead(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> Iterator[
                 del _copies[key]
 
 
+@torch.no_grad()
 def _copied(factors: list[torch.Tensor], dtype: torch.dtype) -> dict[_Key, torch.Tensor]:
     sizes = [f.numel() for f in factors]
     buffer = torch.empty(sum(sizes), dtype=dtype, device=factors[0].device)
