@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from opake import planning, registry
+from opake.checking import answers
 
 FLAGS = {
     "RoPE": "rope",
@@ -34,13 +35,19 @@ Whether a declared operation is used on a given machine, and if not why, is in t
 
 Attention, masks, the batch dimension, the cache, the loss and checkpointing are the core's own, for every family and
 for every other causal language model of Transformers.
+
+*Proven on*: the versions of Transformers on which per-example gradients of a tiny random model equal a loop over the
+unpatched one, recorded by `python -m opake.checking.sweep` and tried again by the tests; and pretrained weights, where
+they were tried too. `opake families check --all` repeats the proof on the installed version.
 """
+# pretrained models that the tests and the demo run
+REAL = {"llama": "SmolLM2-135M"}
 
 
 def page() -> str:
     """The whole page as Markdown."""
     ours = [claim for claim in registry.listed() if claim.source == registry.OURS]
-    head = ["model_type", "since", *FLAGS]
+    head = ["model_type", "since", *FLAGS, "proven on"]
     lines = [_row(head), _row(["---"] * len(head))]
     lines += [_row([f"`{claim.name}`", *_cells(claim)]) for claim in ours]
     return HEAD + "\n" + "\n".join(lines) + "\n"
@@ -54,7 +61,14 @@ def _cells(claim: registry.Claim) -> list[str]:
     for flag in FLAGS.values():
         named = [_site(row.record) for row in planned if getattr(row.record, "flag", None) == flag]
         cells.append(", ".join(dict.fromkeys(named)) or "-")
-    return cells
+    return [*cells, _proven(claim.name)]
+
+
+def _proven(model_type: str) -> str:
+    """Where the recorded answers say yes: versions without their patch number."""
+    said = [each.transformers for each in answers.load() if model_type in each.types and each.types[model_type].proven]
+    tiny = f"tiny: {', '.join(version.rpartition('.')[0] for version in said)}" if said else ""
+    return "; ".join(filter(None, (tiny, REAL.get(model_type)))) or "-"
 
 
 def _site(record: object) -> str:
