@@ -312,6 +312,24 @@ def test_routers_by_their_names() -> None:
     }
 
 
+class Router(nn.Module):
+    """As some families have it: a router whose logits come from a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.num_experts = nn.Linear(6, 4, bias=False), 4
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.gate(x).topk(2, -1)
+
+
+def test_a_router_and_the_layer_in_it() -> None:
+    model = nn.ModuleDict({"router": Router(), "mlp": nn.Sequential(nn.Linear(6, 6))})
+    apply_lora(model, ["router", "gate"])
+    assert adapted(model) == {"router": LoRATopKRouter}
+    assert adapted(apply_lora(nn.ModuleDict({"router": Router()}), "router.gate")) == {"router.gate": LoRATopKRouter}
+
+
 def test_canonical_parts() -> None:
     model = randomised(apply_lora(double_model("phi3"), ["q_proj", "v_proj", "up_proj", "o_proj"], canonical=True))
     found = {name: module for name, module in model.named_modules() if isinstance(module, AdapterWrapper)}

@@ -31,7 +31,7 @@ from opake.patches import restore as restore_patches
 from opake.testing.snapshot import differences, model_snapshot
 
 from .peft_models import ALL, EMBEDDING, EVERYTHING, LINEAR, MLP, QKV, O, assert_same, layer, pair, peft_model
-from .subjects import BATCH, double_model, fused, gradients, patch
+from .subjects import BATCH, double_model, fused, gradients, patch, randomised
 
 FAMILIES = {
     "llama": EVERYTHING,
@@ -237,6 +237,28 @@ def test_other_models_are_untouched_and_dead_models_are_let_go() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+def composite() -> Any:
+    """A tiny Llava in float64, with LoRA on both towers."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
+    config = LlavaConfig(vision_config=vision, text_config=tiny_config("llama"), image_token_index=96)
+    base = LlavaForConditionalGeneration(config).double()
+    options = {"target_modules": r".*(q|k|v|o|out|gate|up|down)_proj", "task_type": "CAUSAL_LM"}
+    return randomised(get_peft_model(base, LoraConfig(r=2, **options)).double())
+
+
+def test_of_a_composite_model_the_text_part_is_patched() -> None:
+    model = composite()
+    twin = copy.deepcopy(model)
+    apply_lora_kernel_patches(model, ALL)
+    sites = {row.site for row in kernel_report(model).find(state="applied")}
+    assert sites
+    assert all("vision" not in site for site in sites)
+    assert_same(model, twin, EVERYTHING)
 
 
 def test_twice_and_more_switches() -> None:

@@ -153,6 +153,12 @@ def test_a_change_on_top_is_respected(cfg: dict[str, Any], monkeypatch: pytest.M
     with pytest.raises(RestoreConflict, match="take that change off first"):
         restore(LlamaAttention)
     assert LlamaAttention._original_forward is ours.__wrapped__
+    other = peft_model("gpt2")
+    before = model_snapshot(other)
+    apply_lora_kernel_patches(other, {"lora_qkv_kernel": True})
+    with pytest.raises(RestoreConflict, match="LlamaAttention cannot be restored"):
+        restore()
+    assert list(differences(before, model_snapshot(other))) == [], "the others are restored"
     monkeypatch.undo()
     restore(LlamaAttention)
 

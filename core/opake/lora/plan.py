@@ -94,7 +94,20 @@ def make_plan(
     served = [target for target in targets if any(_hits(target, name, parts) for name, parts in combined.items())]
     steps = [_split_step(model, name, combined[name], parts, choices) for name, parts in found.items()]
     named = select(model, targets, exclude, served)
-    return steps + [_step(name, module, choices, canonical) for name, module in named.items() if name not in combined]
+    steps += [_step(name, module, choices, canonical) for name, module in named.items() if name not in combined]
+    return _without_inner(steps)
+
+
+def _without_inner(steps: list[Step]) -> list[Step]:
+    """The steps without the layer by which a router among them makes its logits: the router's own step adapts it."""
+    kept = []
+    for step in steps:
+        outer = next((each for each in steps if step.name.startswith(f"{each.name}.")), None)
+        if outer is None:
+            kept.append(step)
+        elif outer.kind is not LoRATopKRouter or gating_module(outer.module)[1] is not step.module:
+            raise InputError(f"{outer.name} and {step.name}, which is inside it, are both named; exclude one of them")
+    return kept
 
 
 def kind_of(name: str, module: nn.Module) -> type[AdapterWrapper]:

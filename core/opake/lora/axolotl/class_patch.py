@@ -75,10 +75,9 @@ def restore(cls: type) -> None:
     del _patched[cls]
 
 
-def restore_all() -> None:
-    """Take the changes to all classes back."""
-    for cls in list(_patched):
-        restore(cls)
+def patched_classes() -> list[type]:
+    """Every class that is changed now."""
+    return list(_patched)
 
 
 def _around(inner: Callable[..., Any], patch: ClassPatch, parts: tuple[str, ...]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from opake.errors import UnsupportedModel
+from opake.errors import RestoreConflict, UnsupportedModel
 from opake.patching import state
 from opake.patching.chosen import undo_records
 from opake.records import Record
@@ -25,15 +25,25 @@ def restore(target: nn.Module | type[nn.Module] | None = None) -> None:
         UnsupportedModel (a TypeError): neither a model nor a class.
     """
     if target is None:
-        for model in _models():
-            undo_records(model, _is_ours, SOURCE)
-        class_patch.restore_all()
+        _restore_all()
     elif isinstance(target, type):
         class_patch.restore(target)
     elif isinstance(target, nn.Module):
         undo_records(target, _is_ours, SOURCE)
     else:
         raise UnsupportedModel(f"restore takes a model, an attention class or None, got {type(target).__name__}")
+
+
+def _restore_all() -> None:
+    """Every model and class; one that cannot be restored keeps none of the others from it, and is named at the end."""
+    conflicts = []
+    for target in (*_models(), *class_patch.patched_classes()):
+        try:
+            restore(target)
+        except RestoreConflict as error:
+            conflicts.append(error)
+    if conflicts:
+        raise conflicts[0]
 
 
 def _is_ours(record: Record) -> bool:
