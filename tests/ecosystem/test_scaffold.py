@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,7 @@ def test_it_is_a_distribution_that_passes_the_suite(
     run_its_tests("-k", "claimed or without_torch or validate or site or record or restore")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="ruff is not installed")
 def test_its_files_are_formatted(tmp_path: Path) -> None:
     for model_type in ("gemma2", "gpt2"):
         new_family(model_type, tmp_path / model_type)
