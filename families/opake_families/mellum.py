@@ -16,6 +16,8 @@ from opake.records import (
     hookimpl,
 )
 
+SINCE = {"mellum": "5.10"}
+
 
 @hookimpl
 def opake_kernel_patches(hf):
