@@ -69,6 +69,8 @@ def is_causal_window(mask_function: Callable[..., Any] | None, window: int | Non
     """
     if mask_function is None or (window is not None and window < 1):
         return False
-    zero, edge = torch.tensor(0), torch.tensor(2 if window is None else window)
-    sees = [bool(mask_function(zero, zero, edge, torch.tensor(key))) for key in (0, 1, int(edge), int(edge) + 1)]
+    last = 2 if window is None else window
+    # on the CPU whatever the default device is: nothing may wait for another
+    zero, edge, *keys = (torch.tensor(i, device="cpu") for i in (0, last, 0, 1, last, last + 1))
+    sees = [bool(mask_function(zero, zero, edge, key)) for key in keys]
     return sees == [window is None, True, True, False]
