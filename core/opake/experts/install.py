@@ -3,7 +3,8 @@
 The function is registered in Transformers' `ExpertsInterface` under one name; a module selects it through a config of
 its own, a copy that differs in that name, so no other model is reached. Whatever implementation the user had set is
 replaced, `eager` included; one that is set on the model afterwards is honoured. Expert parallelism, experts without a
-gate or with a norm of their own, and quantised stacks stay with Transformers.
+gate or with a norm of their own, and quantised stacks stay with Transformers. Blocks that weigh what goes into their
+experts are another file's (weighted.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from opake.patching.undo import Skip, Undo, put
 from opake.transforms import inside_transform
 from opake_kernels.moe import opake_moe
 
-from . import adapters
+from . import adapters, weighted
 from .eager import MARKS
 from .gates import form, gate_of
 
@@ -37,6 +38,8 @@ ORIGIN, BEFORE = "_opake_origin", "_opake_before"
 
 def fits(record: Experts, module: nn.Module) -> Skip | None:
     name = type(module).__name__
+    if weighted.is_block(module):
+        return weighted.fits(module)
     if not untouched(module, "forward"):
         return Skip(f"the forward of this {name} was replaced, and the replacement is kept", "stock")
     reason = _unlike(module)
@@ -48,6 +51,8 @@ def fits(record: Experts, module: nn.Module) -> Skip | None:
 
 
 def apply(record: Experts, module: Any) -> Undo:
+    if weighted.is_block(module):
+        return weighted.apply(module)
     gate = gate_of(module)
     assert gate is not None, "checked by fits"
     hf.experts_functions()[NAME] = experts_forward
@@ -60,6 +65,8 @@ def apply(record: Experts, module: Any) -> Undo:
 
 def remark(record: Experts, module: Any) -> str:
     """In place of which implementation, and what a trainable stack costs."""
+    if weighted.is_block(module):
+        return weighted.remark(module)
     size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False) if p.requires_grad)
     cost = f"; a gradient of its own for each example takes {size / 2**20:.4g} MiB an example" if size else ""
     return f"opake_moe in place of {hf.experts_name(module)}{cost}"
@@ -72,7 +79,7 @@ def unregister() -> None:
 
 def installed(module: nn.Module) -> bool:
     """Whether the experts of this module are ours."""
-    return GATE in vars(module)
+    return GATE in vars(module) and not weighted.is_block(module)
 
 
 def experts_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -10,7 +10,8 @@ from torch import nn
 from opake.patching.undo import Undo, put
 from opake_kernels.moe import NAMES_OF_PATHS, choose
 
-from .install import GROUPED, installed
+from .install import GATE, GROUPED
+from .weighted import is_block
 
 # how configs call the number of experts that a token takes
 CHOICES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
@@ -18,7 +19,7 @@ CHOICES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 def sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        if installed(module):
+        if GATE in vars(module):
             yield name, module
 
 
@@ -28,10 +29,11 @@ def apply(module: nn.Module) -> Undo:
 
 def remark(module: Any) -> str:
     """The path of a call where the weights are now, and why."""
-    down = module.down_proj
+    block = is_block(module)
+    down = module.experts.down_proj if block else module.down_proj
     E, *sizes = down.shape
-    I, H = sizes if getattr(module, "is_transposed", False) else reversed(sizes)
-    path, why = choose(down.device, down.dtype, E, _choices(module), I, H)
+    I, H = sizes if block or module.is_transposed else reversed(sizes)
+    path, why = choose(down.device, down.dtype, E, 1 if block else _choices(module), I, H)
     return f"{NAMES_OF_PATHS[path]}: {why}"
 
 

@@ -1,8 +1,8 @@
-"""Routers that scatter a number into a tensor in place, for which torch has no batching rule: it would loop over rows.
+"""Routers that scatter into a tensor in place, for which torch has no batching rule: it would loop over rows.
 
 Inside transforms the forward of such a module runs with that one operation done out of place, which has a rule, and
-copied; the numbers are the same. Other operations are not touched. Grouped routers (DeepSeek-V3, GLM-4) and compressors
-(DeepSeek-V4) do so.
+copied; the numbers are the same. Other operations are not touched. Grouped routers (DeepSeek-V3, GLM-4), that of
+Llama 4 and compressors (DeepSeek-V4) do so.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def apply(module: nn.Module) -> Undo:
 
 
 class OutOfPlace(TorchFunctionMode):
-    """`tensor.scatter_(dim, index, number)` as `scatter` and a copy."""
+    """`tensor.scatter_(dim, index, numbers)` as `scatter` and a copy."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.scatter_ and isinstance(kwargs.get("value", args[-1]), bool | int | float):
+        if func is torch.Tensor.scatter_ and "reduce" not in kwargs:
             return args[0].copy_(torch.scatter(*args, **kwargs))
         return func(*args, **kwargs)
 
