@@ -219,6 +219,23 @@ def test_batched_engine():
         assert relative_error(got, want) <= LIMIT
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("trained", ["stacks", "adapters"])
+def test_batched_engine_of_experts(model_type, trained):
+    """Stacks and their adapters with an example axis: one ordinary backward, the same gradients, chosen by itself."""
+    model = tiny_model(model_type)
+    if trained == "adapters":
+        model = _lora(model, target_modules=["q_proj", "v_proj"], target_parameters=stacks(model))
+    else:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in stacks(model))
+    apply_model_patches(model, lora_w=True)
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    batch = tiny_batch(padding="left")
+    got, want = (per_example_grads(model, engine=engine)(params, **batch) for engine in ("batched", "vmap"))
+    assert relative_error(got, want) <= LIMIT
+
+
 def test_experts_alone():
     """The op on the modules of a model equals Transformers' own function, also in gradients of the stacks."""
     for model_type in ("mixtral", "gpt_oss"):

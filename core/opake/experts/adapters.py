@@ -71,7 +71,7 @@ def by_example(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Size]:
     """x, index and weights with the example axis that the weights of this call have, and the shape of the result."""
     shape = x.shape
-    stacks = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 4]
+    stacks = [stack for stack in (module.gate_up_proj, module.down_proj) if stack.dim() == 4]
     low_rank = [A for A, _, _ in vars(module).get(_KEY, {}).values() if A.dim() == 4]
     if not stacks and not low_rank:
         return x, index, weights, shape

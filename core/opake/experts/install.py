@@ -72,6 +72,12 @@ def remark(record: Experts, module: Any) -> str:
     return f"opake_moe in place of {hf.experts_name(module)}{cost}"
 
 
+def axis_parameters(record: Experts, module: nn.Module) -> frozenset[str]:
+    if weighted.is_block(module):
+        return frozenset()
+    return frozenset(name for name, _ in module.named_parameters(recurse=False))
+
+
 def unregister() -> None:
     """Take our name out of the public table."""
     hf.experts_functions().pop(NAME, None)

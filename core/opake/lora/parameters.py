@@ -37,6 +37,13 @@ def apply(module: nn.Module) -> Undo:
     return Undo([wrap_method(module, "forward", _forward)])
 
 
+def axis_parameters(module: Any) -> frozenset[str]:
+    """The factors of stacked experts, where the experts take them."""
+    if not adapters.takes(module.get_base_layer(), module.parameter_name):
+        return frozenset()
+    return frozenset(f"lora_{side}.{name}.weight" for side in "AB" for name in module.lora_A)
+
+
 def _forward(inner: Callable[..., Any], self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     active = [] if self.disable_adapters or self.merged else [a for a in self.active_adapters if a in self.lora_A]
     # a mixed batch is refused by PEFT; fp8 is added in another precision than that of the parameter

@@ -242,6 +242,11 @@ class LoraParameter(ModelRecord):
 
         return parameters.apply(module)
 
+    def axis_parameters(self, module: nn.Module) -> frozenset[str]:
+        from opake.lora import parameters
+
+        return parameters.axis_parameters(module)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedExperts(ModelRecord):
