@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from opake.masks.recurrent import ignores_mask_of_one_row
+
 # a gradient smaller than this share of the model's largest one is noise, such as that of a key bias
 _NOISE_FLOOR = 1e-4
 # and one below this share is zero but for rounding: it is wrong only if it is not small beside the others
@@ -39,9 +41,14 @@ def model_loop_gradients(model: torch.nn.Module, **rows: torch.Tensor | Any) -> 
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     count = next(len(row) for row in rows.values() if isinstance(row, torch.Tensor))
+    # some older recurrent layers ignore the mask of a batch of one row: two equal ones have the same mean loss
+    times = 2 if "attention_mask" in rows and ignores_mask_of_one_row(model) else 1
     grads = []
     for i in range(count):
-        one = {name: row[i : i + 1] if isinstance(row, torch.Tensor) else row for name, row in rows.items()}
+        one = {
+            name: row[i : i + 1].repeat_interleave(times, 0) if isinstance(row, torch.Tensor) else row
+            for name, row in rows.items()
+        }
         out = model(**one)
         loss = out["loss"] if isinstance(out, Mapping) else out.loss
         grads.append(torch.autograd.grad(loss, list(params.values()), allow_unused=True))
