@@ -214,7 +214,7 @@ PUBLIC = (
     "opake.trainer",
 )
 # whole modules, every public name of which the reference shows
-WHOLE = ("opake.errors", "opake.hookspecs", "opake.records", "opake.testing.isolated")
+WHOLE = ("opake.errors", "opake.hookspecs", "opake.records", "opake.checking.isolated")
 
 
 @pytest.mark.parametrize("module", PUBLIC)

@@ -30,7 +30,7 @@ EXTENSIONS = "opake.extensions"
 BLOCK = "OPAKE_BLOCK_FAMILIES"
 OURS = "opake"
 
-# set by opake.testing.isolated_registry; None means sys.path
+# set by opake.checking.isolated; None means sys.path
 _search_path: list[str] | None = None
 
 

@@ -89,6 +89,13 @@ def test_refusals_write_nothing(arguments: tuple[str, ...], message: str, tmp_pa
     assert not (tmp_path / "new").exists()
 
 
+def test_it_needs_no_test_runner(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['pytest'] = None; from opake import cli; cli.main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "families", "new", "seed_oss", str(tmp_path / "new")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
 def test_a_second_claim_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["families", "new", "gpt2", str(tmp_path / "gpt2")])

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from opake.checking.family import TOLERANCE, Outcome, check_family, loop_grads, relative_error, vmap_grads
+from opake.checking.isolated import Distribution, isolated_registry
 from opake.checking.tiny import tiny_batch, tiny_model
 from opake.patches import apply_model_patches
 from opake.patching.flags import FLAGS
-from opake.testing.isolated import Distribution, isolated_registry
 
 from . import render
 from .declaration import LORA, MOE, Declaration
