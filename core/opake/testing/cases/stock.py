@@ -80,6 +80,8 @@ class StockCases(Suite):
         if "attention_mask" in rows:
             first["attention_mask"] = rows["attention_mask"][:, :PREFIX]
         out = model(**first, use_cache=True)
-        keyword = next(name for name in hf.CACHE_KEYWORDS if name in out)
+        keyword = next((name for name in hf.CACHE_KEYWORDS if name in out), None)
+        if keyword is None:
+            pytest.skip(f"{type(model).__name__} of the installed Transformers hands out no cache")
         rest = {name: value if name == "attention_mask" else value[:, PREFIX:] for name, value in rows.items()}
         return model(**rest, **{keyword: out[keyword]}).logits
