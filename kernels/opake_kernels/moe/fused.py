@@ -7,7 +7,7 @@ in token order. Block sizes follow from shapes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from opake_kernels.activations import Activation, kernel_kind
 from opake_kernels.launch import INTERPRET, cdiv, launch, next_power_of_2
 
+from .descriptors import descriptor
 from .gate_kernels import gate_backward_kernel, gate_forward_kernel
 from .product_kernels import combine_kernel, map_kernel, rows_kernel, segments_kernel
 from .routing import Routing
@@ -36,6 +37,10 @@ class Tile:
     def meta(self) -> dict[str, int]:
         sizes = {"BM": self.BM, "BN": self.BN, "BK": self.BK, "GROUP": 8}
         return {**sizes, "num_warps": self.warps, "num_stages": self.stages}
+
+    def serves(self, K: int) -> bool:
+        """Whether descriptors may serve products of this depth: whole tiles of the large kind."""
+        return self.BM == 128 and self.BN >= 128 and K % self.BK == 0
 
 
 def _tile(rows_an_expert: float, N: int, K: int, gated: bool) -> Tile:
@@ -102,12 +107,18 @@ class Fused:
         out = torch.empty(self.S, N, dtype=a.dtype, device=a.device)
         z, factor = low_rank or (a, w)
         NB = cdiv(N, tile.BN)
+        turned = w.stride(1) == 1
+        box = (tile.BN, tile.BK) if turned else (tile.BK, tile.BN)
+        DW = descriptor(w.mT if turned else w, box) if N % tile.BN == 0 and tile.serves(K) else None
+        DA = None if DW is None else DW if gather else descriptor(a[None], (tile.BM, tile.BK))
         launch(
-            rows_kernel, (count * NB,), a, a, w, z, factor, bias if bias is not None else a,
-            weight if weight is not None else a, self.r.perm, made, out, count, NB, self.r.K, K, N, a.stride(0),
-            w.stride(0), w.stride(2), w.stride(1), factor.stride(0), factor.stride(2), factor.stride(1), N,
+            rows_kernel, (count * NB,), a, a, w, a if DA is None else DA, w if DA is None else DW, z, factor,
+            bias if bias is not None else a, weight if weight is not None else a, self.r.perm, made, out, count, NB,
+            self.r.K, K, N, a.stride(0), w.stride(0), w.stride(2), w.stride(1),
+            factor.stride(0), factor.stride(2), factor.stride(1), N,
             GATHER=gather, SCATTER=scatter, SCALED=weight is not None, HAS_BIAS=bias is not None,
-            WHOLE=N % tile.BN == 0, **self._shared_meta(a, K, tile.BK, z.shape[1] if low_rank else 0), **tile.meta(),
+            WHOLE=N % tile.BN == 0, TMA=DA is not None, TURNED=turned,
+            **self._shared_meta(a, K, tile.BK, z.shape[1] if low_rank else 0), **tile.meta(),
         )  # fmt: skip
         return out
 
@@ -141,12 +152,16 @@ class Fused:
         NB = cdiv(I, tile.BN)
         out = torch.empty(self.S, I if active else 2 * I, dtype=x.dtype, device=x.device)
         factor = w.gate_up if w.B is None else w.B.mT
+        plain = not self.paired and z is None and w.gate_up_bias is None and I % tile.BN == 0 and tile.serves(H)
+        DW = descriptor(w.gate_up, (tile.BN, tile.BK)) if plain else None
+        tile = tile if DW is None else replace(tile, stages=4)
         launch(
-            gate_forward_kernel, (count * NB,), x, x, w.gate_up, x if w.gate_up_bias is None else w.gate_up_bias,
-            x if z is None else z, factor, self.r.perm, made, out, count, NB, self.r.K, H, I, x.stride(0),
-            *w.gate_up.stride(), *factor.stride(), self.act.alpha, self.act.limit, self.act.offset,
+            gate_forward_kernel, (count * NB,), x, x, w.gate_up, w.gate_up if DW is None else DW,
+            x if w.gate_up_bias is None else w.gate_up_bias, x if z is None else z, factor, self.r.perm, made, out,
+            count, NB, self.r.K, H, I, x.stride(0), *w.gate_up.stride(), *factor.stride(),
+            self.act.alpha, self.act.limit, self.act.offset,
             KIND=kernel_kind(self.act, x.dtype), CLAMP=bool(self.act.limit), HAS_BIAS=w.gate_up_bias is not None,
-            PAIRED=self.paired, ACTIVE=active, WHOLE=I % tile.BN == 0,
+            PAIRED=self.paired, ACTIVE=active, WHOLE=I % tile.BN == 0, TMA=DW is not None,
             **self._shared_meta(x, H, tile.BK, 0 if z is None else z.shape[1]), **tile.meta(),
         )  # fmt: skip
         return out

@@ -11,7 +11,7 @@ from __future__ import annotations
 from opake_kernels.activations import activate, activate_grad
 from opake_kernels.launch import jit, tl
 
-__all__ = ["gate_backward_kernel", "gate_forward_kernel", "placed", "product"]
+__all__ = ["described", "gate_backward_kernel", "gate_forward_kernel", "placed", "product"]
 
 
 @jit
@@ -45,6 +45,42 @@ def product(
 
 
 @jit
+def described(
+    acc, A, DA, DW, rows, first, base, n0, K, row_a, GATHER: tl.constexpr, TURNED: tl.constexpr, BK: tl.constexpr
+):
+    """acc += A[rows] @ W_e through descriptors: whole tiles travel by themselves. W_e begins at row `base` of DW.
+
+    TURNED: DW holds (E * N, K), else (E * K, N). What lies beyond an expert's rows of A is computed and not used.
+    """
+    a = A + rows[:, None] * row_a + tl.arange(0, BK)[None, :]
+    for k in range(0, K, BK):
+        if GATHER:
+            left = tl.load(a)
+            a += BK
+        else:
+            left = DA.load([first, k])
+        right = DW.load([base + n0, k]).T if TURNED else DW.load([base + k, n0])
+        acc = tl.dot(left, right, acc)
+    return acc
+
+
+@jit
+def _described_gate(
+    X, DW, token, e, n0, H, I, row_x, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """gate and up of a tile through a descriptor of (E * 2I, H)."""
+    gate, up = tl.zeros((BM, BN), dtype=tl.float32), tl.zeros((BM, BN), dtype=tl.float32)
+    x = X + token[:, None] * row_x + tl.arange(0, BK)[None, :]
+    row = e * 2 * I + n0
+    for k in range(0, H, BK):
+        left = tl.load(x)
+        x += BK
+        gate = tl.dot(left, DW.load([row, k]).T, gate)
+        up = tl.dot(left, DW.load([row + I, k]).T, up)
+    return gate, up
+
+
+@jit
 def _clamped(gate, up, limit):
     # where, not minimum: a NaN stays one
     gate = tl.where(gate > limit, limit, gate)
@@ -61,9 +97,11 @@ def _columns(n0, I, PAIRED: tl.constexpr, BN: tl.constexpr):
 
 @jit
 def gate_forward_kernel(
-    X, W, BIAS, Z, L, PERM, MAP, OUT, TILES, NB, TOP, H, I, row_x, w_e, w_n, w_k, l_e, l_n, l_k, alpha, limit, offset,
+    X, W, DW, BIAS, Z, L, PERM, MAP, OUT, TILES, NB, TOP, H, I, row_x, w_e, w_n, w_k, l_e, l_n, l_k,
+    alpha, limit, offset,
     KIND: tl.constexpr, CLAMP: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, PAIRED: tl.constexpr,
-    ACTIVE: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr, GROUP: tl.constexpr,
+    ACTIVE: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr, PRECISE: tl.constexpr,
+    GROUP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """OUT (S, I): act(gate) * up of the sorted rows; or OUT (S, 2I): gate and up, laid out as the weights are."""
@@ -78,14 +116,18 @@ def gate_forward_kernel(
         cols, inside = _columns(n0, I, PAIRED, BN)  # pyright: ignore
         # a column out of bounds is read as the first; where there is none, reads may be known to be contiguous
         safe = (cols if WHOLE else tl.where(inside, cols, 0)).to(tl.int64)
-        acc = tl.zeros((BM, 2 * BN), dtype=tl.float32)
-        acc = product(acc, X, W + e * w_e, token, safe, H, row_x, 1, w_k, w_n, EVEN, PRECISE, BK)
-        if RANK:
-            acc = product(acc, Z, L + e * l_e, r, safe, RANK, RANK, 1, l_k, l_n, RANK % BR == 0, PRECISE, BR)
-        if HAS_BIAS:
-            acc += tl.load(BIAS + e * 2 * I + safe)[None, :].to(tl.float32)
-        # rounded as a product of the vendor's library is
-        gate, up = tl.split(tl.reshape(acc.to(X.dtype.element_ty), (BM, BN, 2)))
+        if TMA:
+            gate, up = _described_gate(X, DW, token, e.to(tl.int32), n0, H, I, row_x, BM, BN, BK)  # pyright: ignore
+            gate, up = gate.to(X.dtype.element_ty), up.to(X.dtype.element_ty)
+        else:
+            acc = tl.zeros((BM, 2 * BN), dtype=tl.float32)
+            acc = product(acc, X, W + e * w_e, token, safe, H, row_x, 1, w_k, w_n, EVEN, PRECISE, BK)
+            if RANK:
+                acc = product(acc, Z, L + e * l_e, r, safe, RANK, RANK, 1, l_k, l_n, RANK % BR == 0, PRECISE, BR)
+            if HAS_BIAS:
+                acc += tl.load(BIAS + e * 2 * I + safe)[None, :].to(tl.float32)
+            # rounded as a product of the vendor's library is
+            gate, up = tl.split(tl.reshape(acc.to(X.dtype.element_ty), (BM, BN, 2)))
         out = n0 + tl.arange(0, BN)
         mask = live[:, None] & (out[None, :] < I)
         if ACTIVE:

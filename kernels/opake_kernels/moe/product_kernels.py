@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from opake_kernels.launch import jit, tl
 
-from .gate_kernels import placed, product
+from .gate_kernels import described, placed, product
 
 __all__ = ["combine_kernel", "map_kernel", "rows_kernel", "segments_kernel"]
 
@@ -33,9 +33,11 @@ def map_kernel(ENDS, MAP, E, TILES, BM: tl.constexpr, EP: tl.constexpr, BLOCK: t
 
 @jit
 def rows_kernel(
-    A, W, Z, L, BIAS, WEIGHT, PERM, MAP, OUT, TILES, NB, TOP, K, N, row_a, w_e, w_n, w_k, l_e, l_n, l_k, row_out,
+    A, W, DA, DW, Z, L, BIAS, WEIGHT, PERM, MAP, OUT, TILES, NB, TOP, K, N, row_a, w_e, w_n, w_k, l_e, l_n, l_k,
+    row_out,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr, TURNED: tl.constexpr, PRECISE: tl.constexpr,
+    GROUP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """OUT = (A @ W_e + Z @ L_e + BIAS_e) * WEIGHT; A by token if GATHER, OUT in slot order if SCATTER."""
@@ -55,7 +57,11 @@ def rows_kernel(
         # a column out of bounds is read as the first; where there is none, reads are known to be contiguous
         safe = (cols if WHOLE else tl.where(inside, cols, 0)).to(tl.int64)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        acc = product(acc, A, W + e * w_e, rows, safe, K, row_a, 1, w_k, w_n, EVEN, PRECISE, BK)
+        if TMA:
+            base = e.to(tl.int32) * (N if TURNED else K)
+            acc = described(acc, A, DA, DW, rows, first, base, block * BN, K, row_a, GATHER, TURNED, BK)
+        else:
+            acc = product(acc, A, W + e * w_e, rows, safe, K, row_a, 1, w_k, w_n, EVEN, PRECISE, BK)
         if RANK:
             acc = product(acc, Z, L + e * l_e, r, safe, RANK, RANK, 1, l_k, l_n, RANK % BR == 0, PRECISE, BR)
         if HAS_BIAS:
