@@ -11,6 +11,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,6 +24,8 @@ from opake.testing.cells import part_name
 RECORDED = answers.for_version(transformers.__version__)
 AT_A_TIME = 40
 WANTED = 120
+# proven with the torch of the record and not with an older one, which the note of the answer says
+OTHER_TORCH = {("2.11", "5.24.0", "inkling2_text")}
 pytestmark = pytest.mark.filterwarnings("ignore::opake.errors.GenericFamilyWarning")
 
 
@@ -36,6 +39,11 @@ def types() -> list[Any]:
 @pytest.mark.parametrize("model_type", types())
 def test_the_answer_is_as_recorded(model_type: str) -> None:
     found, recorded = sweep.answer(model_type), RECORDED.types[model_type]
+    torch_version = torch.__version__.rpartition(".")[0]
+    if (torch_version, transformers.__version__, model_type) in OTHER_TORCH:
+        assert f"not with torch {torch_version}" in recorded.note
+        assert not found.proven
+        return
     assert found.proven == recorded.proven, f"recorded {recorded}, found {found}"
 
 
