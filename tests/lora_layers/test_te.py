@@ -18,7 +18,7 @@ from torch.nn import functional
 from opake.errors import MissingDependency
 from opake.lora import LinearAdapter, TEFusedLoRALinear
 
-from .subjects import randomised
+from .subjects import loop_and_vmap, randomised
 
 BRANCH = {
     "in_features": 6,
@@ -247,6 +247,16 @@ def test_disabled_and_hooked_layers_take_their_own_forward(te: Any) -> None:
     layer.disable_adapter_layers()
     assert torch.equal(layer(x)[0], layer.to_wrap(x)[0][0])
     assert fp8 == []
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_per_example_gradients(te: Any, base: str) -> None:
+    layer = subject(BASES[base]())
+    loop, got = loop_and_vmap(layer, torch.randn(3, 5, 6, dtype=torch.float64))
+    assert set(loop) == {"adapter.linear_in.weight", "adapter.linear_out.weight"}
+    for name, want in loop.items():
+        torch.testing.assert_close(got[name], want)
+    assert fp8 == [True, False] * 3, "for the rows of the loop the branches ran, inside the transform they did not"
 
 
 def test_only_what_can_be_fused_is_taken(te: Any) -> None:

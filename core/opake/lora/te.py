@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from opake.errors import MissingDependency
+from opake.transforms import inside_transform
 
 from .adapter import LinearAdapter
 from .fused import require_no_parallelism, require_plain
@@ -24,8 +25,9 @@ from .outputs import product_of
 class TEFusedLoRALinear(LoRALinear):
     """A `LoRALinear` on Transformer Engine's fused operations; answers (out, None).
 
-    to_wrap: te.Linear, te.LayerNormLinear or nn.Linear. adapter: a `LinearAdapter`. Disabled, and where hooks sit on
-    the layers inside, it is a plain `LoRALinear` whose answer is put in the same form.
+    to_wrap: te.Linear, te.LayerNormLinear or nn.Linear. adapter: a `LinearAdapter`. Disabled, with hooks on the layers
+    inside, under `functional_call` and inside transforms, of which Transformer Engine knows nothing, it is a plain
+    `LoRALinear` whose answer is put in the same form.
 
     Raises MissingDependency (an ImportError) without Transformer Engine, InputError (a ValueError) for another wrapped
     class, adapter or normalisation, NotImplementedError for tensor parallelism.
@@ -109,9 +111,9 @@ class TEFusedLoRALinear(LoRALinear):
         return branch
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if not self._adapter_enabled or self._is_hooked():
-            return product_of(super().forward(x)), None
         parameters = tuple(self.parameters())
+        if not self._adapter_enabled or self._is_hooked() or inside_transform() or not _all_real(parameters):
+            return product_of(super().forward(x)), None
         if len(parameters) != len(self._fused_parameters) or any(
             now is not then for now, then in zip(parameters, self._fused_parameters, strict=True)
         ):
@@ -129,6 +131,11 @@ class TEFusedLoRALinear(LoRALinear):
     def __getstate__(self) -> dict[str, Any]:
         # branches are rebuilt from the parameters of the copy
         return {**self.__dict__, "_fused_branches": (), "_fused_parameters": ()}
+
+
+def _all_real(parameters: tuple[Any, ...]) -> bool:
+    """Whether these are the module's own parameters, and no tensors that `functional_call` put in their places."""
+    return all(isinstance(parameter, nn.Parameter) for parameter in parameters)
 
 
 def _import(name: str) -> Any:
