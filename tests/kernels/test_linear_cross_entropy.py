@@ -55,15 +55,11 @@ def chunk(request):
 
 @pytest.fixture
 def check(check_op):
-    """check(data, diff, chunk, **options): the op against its twin, fp32 by the root mean square of the errors.
+    """check(data, diff, chunk, **options): the op against its twin, fp32 by the root mean square of the errors."""
 
-    On a device a loss of few tokens is drawn many times; in the interpreter, ours and torch's logits are the same.
-    """
-
-    def run(data, diff, chunk, draw=False, **options):
+    def run(data, diff, chunk, **options):
         rms = data[0].dtype == torch.float32
-        draws = 16 if draw and data[0].is_cuda else 1
-        return check_op(_op(chunk=chunk, **options), _twin(**options), data, diff, rms=rms, draws=draws)
+        return check_op(_op(chunk=chunk, **options), _twin(**options), data, diff, rms=rms)
 
     return run
 
@@ -78,7 +74,7 @@ def _slow(chunk, device):
 @pytest.mark.parametrize("diff", [(0,), (0, 1, 3)], ids=["frozen", "trainable"])
 def test_values_and_gradients(diff, reduction, dtype, chunk, device, check):
     data = _data((2, 5), 16, 40, device, dtype)
-    loss, *_ = check(data, diff, chunk, draw=True, reduction=reduction)
+    loss, *_ = check(data, diff, chunk, reduction=reduction)
     assert loss.dtype == torch.float32
     assert loss.shape == (data[2].shape if reduction == "none" else ())
 
@@ -89,7 +85,7 @@ def test_values_and_gradients(diff, reduction, dtype, chunk, device, check):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("diff", [(0,), (0, 1, 3)], ids=["frozen", "trainable"])
 def test_shapes(diff, reduction, shape, H, V, chunk, device, check):
-    loss, *_ = check(_data(shape, H, V, device), diff, chunk, draw=True, reduction=reduction)
+    loss, *_ = check(_data(shape, H, V, device), diff, chunk, reduction=reduction)
     assert loss.shape == (shape if reduction == "none" else ())
 
 
@@ -100,13 +96,13 @@ def test_shapes(diff, reduction, shape, H, V, chunk, device, check):
 def test_options(diff, options, reduction, dtype, chunk, device, check):
     tokens = 5 if _slow(chunk, device) else 24
     data = _data((tokens,), 16, 37, device, dtype, options.get("ignore_index", -100))
-    check(data, diff, chunk, draw=True, reduction=reduction, **options)
+    check(data, diff, chunk, reduction=reduction, **options)
 
 
 @pytest.mark.parametrize("diff", [(1,), (3,), (1, 3), ()])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_any_gradient_alone(diff, reduction, chunk, device, check):
-    check(_data((5,), 16, 37, device), diff, chunk, draw=True, reduction=reduction, logit_softcapping=3.0)
+    check(_data((5,), 16, 37, device), diff, chunk, reduction=reduction, logit_softcapping=3.0)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -123,7 +119,7 @@ def test_float64_is_exact(reduction, chunk, device):
 @pytest.mark.parametrize("V", [1021, 1024, 4100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_tiles_and_odd_vocabularies(V, dtype, chunk, device, check):
-    check(_data((3,), 16, V, device, dtype), (0, 1, 3), chunk, draw=True, label_smoothing=0.1)
+    check(_data((3,), 16, V, device, dtype), (0, 1, 3), chunk, label_smoothing=0.1)
 
 
 @pytest.fixture
@@ -140,7 +136,7 @@ def small_tiles(monkeypatch):
 def test_many_chunks_of_tokens(dtype, reduction, chunk, device, small_tiles, check):
     # the last chunk is shorter, and the gradient of the weight is summed over all of them
     tokens = 20 if chunk is None else 100
-    check(_data((tokens,), 16, 37, device, dtype), (0, 1, 3), chunk, draw=True, reduction=reduction)
+    check(_data((tokens,), 16, 37, device, dtype), (0, 1, 3), chunk, reduction=reduction)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
