@@ -227,6 +227,17 @@ def test_a_foreign_wrapper_is_respected() -> None:
     restore(model)
 
 
+def test_patches_that_lie_on_top_are_named_with_the_way_out() -> None:
+    model = peft_model()
+    before = model_snapshot(model)
+    apply_lora_kernel_patches(model, ALL)
+    patch(model, rope=True, activation=True)
+    with pytest.raises(RestoreConflict, match=r"opake\.patches\.restore\(model\) takes everything back"):
+        restore(model)
+    restore_patches(model)
+    assert list(differences(before, model_snapshot(model))) == []
+
+
 def test_other_models_are_untouched_and_dead_models_are_let_go() -> None:
     model, other = peft_model(), peft_model()
     before = model_snapshot(other)

@@ -7,6 +7,7 @@ from torch import nn
 from opake.errors import RestoreConflict, UnsupportedModel
 from opake.patching import state
 from opake.patching.chosen import undo_records
+from opake.patching.target import locate
 from opake.records import Record
 
 from . import class_patch
@@ -29,9 +30,21 @@ def restore(target: nn.Module | type[nn.Module] | None = None) -> None:
     elif isinstance(target, type):
         class_patch.restore(target)
     elif isinstance(target, nn.Module):
-        undo_records(target, _is_ours, SOURCE)
+        _restore_model(target)
     else:
         raise UnsupportedModel(f"restore takes a model, an attention class or None, got {type(target).__name__}")
+
+
+def _restore_model(model: nn.Module) -> None:
+    try:
+        undo_records(model, _is_ours, SOURCE)
+    except RestoreConflict as error:
+        found = state.state_of(locate(model).model)
+        if found is None or all(_is_ours(entry.record) for entry in found.applied):
+            raise
+        raise RestoreConflict(
+            f"{error}. If that is a patch of opake.patches, opake.patches.restore(model) takes everything back at once"
+        ) from error
 
 
 def _restore_all() -> None:
