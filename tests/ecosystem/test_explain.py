@@ -73,6 +73,19 @@ def test_operations_are_those_of_the_products(tmp_path: Path) -> None:
     assert found.kept > found.logits > 0
 
 
+def test_experts_count_for_the_tokens_that_chose_them(tmp_path: Path) -> None:
+    one, two = (
+        explain(saved(tiny_config("mixtral", num_experts_per_tok=k), tmp_path / str(k)), rank=2, tokens=16).cost
+        for k in (1, 2)
+    )
+    assert one.reason == ""
+    assert one.flops is not None
+    assert two.flops is not None
+    layers, hidden, inner = 2, 32, tiny_config("mixtral").intermediate_size
+    # frozen: forward and the gradient of tokens, of gate, up and down
+    assert two.flops - one.flops == 2 * 2 * 16 * layers * 3 * hidden * inner
+
+
 def test_a_large_model_takes_no_memory_and_a_checkpoint_a_layer_is_told(tmp_path: Path) -> None:
     found = explain(saved(LARGE, tmp_path), rank=16, tokens=4096)
     assert found.cost.parameters > 68e9

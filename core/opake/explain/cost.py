@@ -64,7 +64,7 @@ def _count(model: Any, tokens: int) -> tuple[int | None, int | None, str]:
     from opake import hf
     from opake.patching.target import locate
 
-    from .attention import outlined
+    from .stand_ins import outlined
 
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     held: dict[int, int] = {}
@@ -81,7 +81,7 @@ def _count(model: Any, tokens: int) -> tuple[int | None, int | None, str]:
         with (
             quiet(),
             warnings.catch_warnings(),
-            outlined(locate(model).model) as attention,
+            outlined(locate(model).model) as fused,
             FlopCounterMode(display=False) as counter,
         ):
             warnings.simplefilter("ignore")
@@ -92,4 +92,4 @@ def _count(model: Any, tokens: int) -> tuple[int | None, int | None, str]:
         return None, None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     finally:
         model.zero_grad(set_to_none=True)
-    return sum(held.values()), counter.get_total_flops() + int(sum(attention)), ""
+    return sum(held.values()), counter.get_total_flops() + int(sum(fused)), ""

@@ -48,6 +48,15 @@ def outline(config: PreTrainedConfig, rank: int, dtype: str) -> nn.Module:
 
 
 def _adapted(model: Any, rank: int) -> nn.Module:
+    """Adapters on plain linear layers: those that PEFT calls all-linear, without routers and the head."""
     from peft import LoraConfig, get_peft_model
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
 
-    return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))  # type: ignore[return-value]
+    from opake import hf
+
+    head = hf.output_embeddings(model)
+    plain = (
+        name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D) and module is not head
+    )
+    return get_peft_model(model, LoraConfig(r=rank, target_modules=list(plain), task_type="CAUSAL_LM"))  # type: ignore[return-value]
