@@ -1,6 +1,8 @@
 """The look at a model: nothing that matters changes unseen, and a step of either engine is no change."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -85,6 +87,38 @@ def test_a_change_is_seen(model, change):
     after = watch.token()
     assert after is not before
     assert watch.token() is after
+
+
+def test_a_state_is_equal_again_when_everything_is_as_before(model):
+    watch = Watch(model)
+    first = watch.state()
+    norm = layer(model).input_layernorm
+    epsilon = norm.variance_epsilon
+    for change, back in (
+        (lambda: model.eval(), lambda: model.train()),
+        (lambda: setattr(norm, "variance_epsilon", 1.0), lambda: setattr(norm, "variance_epsilon", epsilon)),
+        (lambda: model.disable_adapter_layers(), lambda: model.enable_adapter_layers()),
+    ):
+        change()
+        watch.token()
+        other = watch.state()
+        assert other != first
+        back()
+        watch.token()
+        assert watch.state() == first
+        assert hash(watch.state()) == hash(first)
+        assert watch.state() != other
+
+
+def test_a_state_keeps_nothing_alive_and_never_equals_a_newcomer(model):
+    layer(model).extra = nn.Identity()
+    watch, told = Watch(model), weakref.ref(layer(model).extra)
+    first = watch.state()
+    layer(model).extra = nn.Identity()
+    watch.token()
+    gc.collect()
+    assert told() is None
+    assert watch.state() != first
 
 
 def test_a_forward_of_a_class_is_seen(model, monkeypatch):

@@ -1,24 +1,23 @@
 """CUDA graphs of one microbatch step: forward, per-example gradients, norms, clipping and sum, replayed in one launch.
 
 A graph is captured when a step of the same form comes for the second time: the first run warms kernels up. What it was
-captured with is its key - shapes and dtypes of the rows, addresses of every tensor of the model, modes, adapters, the
-patch report, numeric settings of torch - so a change of any of these leads to another graph, never to a stale one. At
-most `MOST` graphs are kept, in one memory pool. Nothing is read on the host. A step that cannot be captured runs
-eagerly from then on, and the reason is kept.
+captured with is its key - shapes and dtypes of the rows, addresses of every tensor of the model, every plain value and
+object that its modules and configs hold, the patch report, numeric settings of torch - so a change of any of these
+leads to another graph, never to a stale one. At most `MOST` graphs are kept, in one memory pool. Nothing is read on the
+host. A step that cannot be captured runs eagerly from then on, and the reason is kept.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from opake.functional.rows import Rows
-from opake.swap import Places
 from opake_kernels.clip_sum import release_tables, reserve_tables
 
 MOST = 4
@@ -110,52 +109,16 @@ def _first(error: BaseException) -> BaseException:
 
 
 def key_of(params: Mapping[str, torch.Tensor], rows: Rows, model: Hashable) -> Hashable:
-    """All that a captured step depends on besides the contents of its inputs; `model` is its `model_key`."""
+    """All that a captured step depends on besides the contents of its inputs; `model`: the state `Watch` found."""
     shapes = tuple(_form(leaf) for leaf in rows.leaves)
     given = tuple((name, p.data_ptr(), p.dtype, p.shape) for name, p in params.items())
     return (shapes, str(rows.spec), given, model, _settings())
-
-
-def model_key(model: torch.nn.Module) -> Hashable:
-    """Addresses and dtypes of a model's tensors, its modes, its adapters, its attention."""
-    tensors = tuple((t.data_ptr(), t.dtype) for t in Places(model).tensors)
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return _Hashed((tensors, tuple(_modes(model)), attention))
-
-
-class _Hashed:
-    """A long tuple that is hashed once, not at each look into a table."""
-
-    def __init__(self, held: tuple[Hashable, ...]) -> None:
-        self._held, self._hash = held, hash(held)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashed) and (self is other or self._held == other._held)
 
 
 def _form(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.device
     return leaf if isinstance(leaf, Hashable) else repr(leaf)
-
-
-def _modes(model: torch.nn.Module) -> Iterator[Hashable]:
-    """Training modes and, of adapter layers, which adapters act and how."""
-    for module in model.modules():
-        state = vars(module)
-        yield module.training
-        if "_active_adapter" in state:
-            yield (
-                str(state["_active_adapter"]),
-                state.get("_disable_adapters"),
-                str(state.get("merged_adapters")),
-                tuple(state.get("scaling", {}).items()),
-            )
-        elif isinstance(module, torch.nn.Dropout):
-            yield module.p
 
 
 def _settings() -> Hashable:

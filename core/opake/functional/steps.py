@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opake.errors import EngineUnavailable
-from opake.functional.capture import Capturer, key_of, model_key
+from opake.functional.capture import Capturer, key_of
 from opake.functional.clipping import ClippedSum
 from opake.functional.engines import Choice
 from opake.functional.per_example import concatenated
@@ -119,7 +119,7 @@ class Steps:
             return None, None
         token = watch.held()
         if self._read is None or self._read[0] is not token:
-            self._read = (token, (model_key(model), _replay_obstacle(model)))
+            self._read = (token, (watch.state(), _replay_obstacle(model)))
         return self._read[1]
 
 

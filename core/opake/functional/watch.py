@@ -9,6 +9,7 @@ of a tensor is no change, another tensor or another address is.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from itertools import chain
 from operator import is_
@@ -45,6 +46,12 @@ class Watch:
         if self._adapters is None or self._adapters[0] is not token:
             self._adapters = (token, ahead.lower_precision(self._model))
         return ahead.casting(self._adapters[1], params)
+
+    def state(self) -> Hashable:
+        """What the model held at the last look, by value: equal again when everything is as it was before a change."""
+        self.held()
+        assert self._look is not None
+        return self._look.state()
 
     def places(self) -> Places:
         """The places of the model's tensors, as of now."""
@@ -85,6 +92,11 @@ class _Look:
     def _flat(self) -> Iterator[Any]:
         return chain(chain.from_iterable(map(dict.values, self._tables)), chain.from_iterable(self._lists))
 
+    def state(self) -> _State:
+        tensors = [(t.data_ptr(), t.dtype, t.shape) for t in self.places.tensors]
+        plain = [v if type(v) in _SIMPLE else _Same(v) for v in self._values if not isinstance(v, _ELSEWHERE)]
+        return _State((tuple(tensors), tuple(plain), tuple(self._forwards)))
+
     def changed(self) -> bool:
         # loops in C: there are tens of thousands of entries
         return (
@@ -95,6 +107,41 @@ class _Look:
             or any(kind.forward is not forward for kind, forward in self._forwards)
             or any(t.data_ptr() != address for t, address in zip(self.places.tensors, self._addresses, strict=True))
         )
+
+
+_SIMPLE = (bool, int, float, str, type(None))
+# their contents are among the values, or they are told by their addresses
+_ELSEWHERE = (dict, list, set, torch.Tensor)
+
+
+class _Same:
+    """An object that equals itself alone; it is not kept alive for that."""
+
+    def __init__(self, held: object) -> None:
+        self._id = id(held)
+        try:
+            self._held = weakref.ref(held)
+        except TypeError:
+            self._held = lambda: held
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._held() is not None and self._held() is other._held()
+
+
+class _State:
+    """A long tuple that is hashed once, not at each look into a table."""
+
+    def __init__(self, held: tuple[Hashable, ...]) -> None:
+        self._held, self._hash = held, hash(held)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _State) and (self is other or self._held == other._held)
 
 
 def _settings(modules: Collection[nn.Module]) -> Iterator[dict[str, Any]]:
