@@ -33,4 +33,5 @@ def opake_lora_fusions(hf):
 
 @hookimpl
 def opake_moe_patch(hf):
-    return Experts(hf.DeepseekV3Experts)
+    # older Transformers calls them otherwise
+    return Experts(hf.DeepseekV3Experts if isinstance(hf.DeepseekV3Experts, type) else hf.DeepseekV3NaiveMoe)

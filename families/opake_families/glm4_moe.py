@@ -32,4 +32,5 @@ def opake_lora_fusions(hf):
 
 @hookimpl
 def opake_moe_patch(hf):
-    return Experts(hf.Glm4MoeExperts)
+    # older Transformers calls them otherwise
+    return Experts(hf.Glm4MoeExperts if isinstance(hf.Glm4MoeExperts, type) else hf.Glm4MoeNaiveMoe)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+from transformers.models.granitemoe import modeling_granitemoe
+
 from opake.testing import MoESuite
+
+if not hasattr(modeling_granitemoe, "GraniteMoeExperts"):
+    pytest.skip("this Transformers routes Granite's experts by values, which no vmap can", allow_module_level=True)
 
 
 class TestGraniteMoe(MoESuite):

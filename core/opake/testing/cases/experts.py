@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,11 +36,11 @@ def routers(model: torch.nn.Module) -> list[str]:
     return [f"{name}.weight" for name, module in bare if "weight" in module._parameters]
 
 
-def with_expert_lora(model: Any) -> Any:
-    """`model` with a LoRA of rank 4 on every stack of experts and every router, both factors random."""
+def with_expert_lora(model: Any, names: Sequence[str] | None = None) -> Any:
+    """`model` with a LoRA of rank 4 on every stack of experts and every router, or on `names`, both factors random."""
     from peft import LoraConfig, get_peft_model
 
-    names = stacks(model) + routers(model)
+    names = list(names or stacks(model) + routers(model))
     config = LoraConfig(r=4, lora_alpha=2, target_modules=[], target_parameters=names, init_lora_weights=False)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         # PEFT asks a deprecated name of Transformers, and has something to say about several parameters of a module
@@ -137,8 +137,12 @@ class ExpertCases(Suite):
     @pytest.mark.parametrize("padding", ["right", "left"])
     def test_adapted_experts(self, bench: Bench, padding: str) -> None:
         """LoRA on stacked experts and routers: per example, and in an ordinary forward and backward."""
-        stock = with_expert_lora(bench.build(self.attentions[0]))
-        model, rows = copy.deepcopy(stock), bench.batch(padding)
+        stock, rows = with_expert_lora(bench.build(self.attentions[0])), bench.batch(padding)
+        try:
+            stock(**rows)
+        except AttributeError as error:
+            pytest.skip(f"the stock model does not run with an adapted router: {error}")
+        model = copy.deepcopy(stock)
         bench.apply(model)
         got = vmap_gradients(model, rows)
         assert got
@@ -149,7 +153,8 @@ class ExpertCases(Suite):
 
     def test_adapted_experts_hold_no_stack(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         """The sum of a stack and its adapter is never formed."""
-        model = with_expert_lora(bench.build(self.attentions[0]))
+        model = bench.build(self.attentions[0])
+        model = with_expert_lora(model, stacks(model))
         bench.apply(model)
         wrappers = [m for m in model.modules() if getattr(m, "parameter_name", "") in ("gate_up_proj", "down_proj")]
         assert wrappers
