@@ -121,6 +121,9 @@ def takes_use_cache(model: nn.Module, forward: Callable[..., Any]) -> bool:
     if accepts(forward, "use_cache"):
         return True
     inner = getattr(model, "base_model", None)
+    if inner is model:
+        # a composite model hands its keywords to its text model
+        inner = getattr(model, "language_model", None)
     passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(forward).values())
     if not passes_on or inner is model or not isinstance(inner, nn.Module):
         return False
