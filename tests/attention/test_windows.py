@@ -167,3 +167,23 @@ def test_on_a_cpu_eager_models_stay_as_they_are() -> None:
     assert not eager.serves(model)
     assert "stock" in {row.state for row in apply_model_patches(model).find(flag="eager_attention")}
     assert builders.ImpliedMasks()["eager"] is not None
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_a_masked_step_of_the_batched_engine_takes_our_kernels_on_cuda(
+    padding: str, as_on_cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "_masked_step", lambda q, mask, bias: mask is not None and inside_step())
+    model = tiny_model(tiny_config("llama"), attention="sdpa")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    batch = rows(padding)
+    want, before = reference(model, batch), model(**batch).logits
+    apply_model_patches(model, rms_norm=True)
+    params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    got = per_example_grads(model, engine="batched")(params, **batch)
+    assert relative_error(got, {name: want[name] for name in got}) < 5e-6
+    assert bool(as_on_cuda) == (padding == "left")
+    as_on_cuda.clear()
+    torch.testing.assert_close(model(**batch).logits, before)
+    assert not as_on_cuda

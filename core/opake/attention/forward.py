@@ -1,6 +1,6 @@
-"""The attention function behind `AttentionInterface`: stock SDPA outside transforms, folded attention inside.
+"""The attention function behind `AttentionInterface`: stock SDPA outside steps, folded attention inside.
 
-Outside transforms a patched model computes what it computed before, bit for bit. What no fused kernel serves exactly
+Outside steps a patched model computes what it computed before, bit for bit. What no fused kernel serves exactly
 takes the mathematical path, and the module notes why.
 """
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from opake.checkpoint.step import in_batched_step
 from opake.patching.notes import note
 from opake.transforms import inside_transform
 from opake_kernels.attention.math import allowed
@@ -42,7 +43,8 @@ def attention_forward(
     sliding_window: applied where no mask was made for it.
     """
     window = _window(module, query, key, attention_mask, sliding_window)
-    if not inside_transform() and softcap is None and s_aux is None and window is None:
+    ordinary = softcap is None and s_aux is None and window is None
+    if not inside_transform() and ordinary and not _masked_step(query, attention_mask, position_bias):
         bias = {} if position_bias is None else {"position_bias": position_bias}
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **bias, **kwargs
@@ -57,6 +59,14 @@ def attention_forward(
     if reason is not None:
         note(module, f"attention by plain operations: {reason}")
     return out.transpose(1, 2).contiguous(), None
+
+
+def _masked_step(q: Any, mask: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """Whether this is a step of the batched engine with a mask on CUDA, which takes the kernels of the other engine.
+
+    Both engines then compute the same, and what PyTorch chooses for a mask by itself does not matter.
+    """
+    return q.is_cuda and mask is not None and bias is None and in_batched_step()
 
 
 def _window(module: nn.Module, q: Any, k: Any, mask: Any, sliding_window: int | None) -> int | None:
