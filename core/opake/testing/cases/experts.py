@@ -103,9 +103,12 @@ class ExpertCases(Suite):
             # large enough to be seen
             vars(each)["router_aux_loss_coef"] = 3.0
         rows: dict[str, Any] = bench.batch(padding)
+        try:
+            want = model_loop_gradients(stock, **rows, output_router_logits=True)
+        except AttributeError as error:
+            pytest.skip(f"the stock model records no router logits: {error}")
         bench.apply(model)
         got = vmap_gradients(model, rows, output_router_logits=True)
-        want = model_loop_gradients(stock, **rows, output_router_logits=True)
         assert_same_gradients(got, want, LIMITS["fp32"])
 
     def test_other_activation(self, bench: Bench) -> None:
