@@ -2,7 +2,8 @@
 
 A backend is chosen from shapes, dtypes and the device only, never from contents. The public form is
 `F.scaled_dot_product_attention`, differentiated inside the backward: it costs one more forward, runs everywhere, and
-lets PyTorch choose the kernel. Folding of vmapped dimensions happens one level up, in `folded`.
+lets PyTorch choose the kernel; with a mask on CUDA it is plain operations. Folding of vmapped dimensions happens one
+level up, in `folded`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from opake_kernels.launch import HAS_TRITON
 from . import cuda
 from .backend import Backend, Tensors, additive, aten, repeated, schema_matches, summed
 from .cuda import CUDNN, EFFICIENT, FLASH, SERVING, choose_cuda
+from .math import attention_reference
 
 
 def _cpu_forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> Any:
@@ -40,8 +42,11 @@ def _public_forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: floa
     gqa = q.shape[1] != k.shape[1]
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
-    # what a kernel makes of a row that sees no key is its own affair, up to NaN: let it see all, then clear it
     bias = additive(mask, q.dtype)
+    if q.is_cuda:
+        # what PyTorch 2.11 chose on an H200 for a mask of every row gave wrong gradients at 136 tokens
+        return attention_reference(q, k, v, mask=bias, scale=scale)
+    # what a kernel makes of a row that sees no key is its own affair, up to NaN: let it see all, then clear it
     blind = (bias == float("-inf")).all(-1, keepdim=True)
     bias = bias.masked_fill(blind, 0.0)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=gqa)
