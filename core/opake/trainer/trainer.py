@@ -102,7 +102,9 @@ class DPTrainer(transformers.Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Logical batches, cut into microbatches; never sharded by accelerate, for each process has its own share."""
-        args, dataset, collator = self.args, self.train_dataset, self.data_collator
+        # what Transformers says about the type depends on whether `datasets` is installed
+        dataset: Any = self.train_dataset
+        args, collator = self.args, self.data_collator
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
