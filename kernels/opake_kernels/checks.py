@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "ExampleAxisError",
     "autocast_to_compute_dtype",
     "autocast_to_widest",
     "check_float",
@@ -21,6 +22,10 @@ __all__ = [
     "check_same_dtype",
     "check_shape",
 ]
+
+
+class ExampleAxisError(ValueError):
+    """A weight has an example axis that the rows do not have: they were flattened before they came here."""
 
 
 def check_float(op: str, **tensors: Any) -> None:

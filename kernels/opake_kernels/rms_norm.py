@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from .checks import check_float, check_same_device
+from .checks import ExampleAxisError, check_float, check_same_device
 from .fold import ROWS, SHARED, function_pair
 from .launch import uses_triton
 from .rms_launch import rms_backward, rms_forward
@@ -64,7 +64,8 @@ def check_norm(op: str, x: Any, weight: Any, cast: Any) -> None:
         return
     if weight.dim() == 2 and x.dim() >= 2 and shape[0] == x.shape[0] and shape[1] == x.shape[-1]:
         return
-    raise ValueError(
+    kind = ExampleAxisError if weight.dim() == 2 and shape[1] == x.shape[-1] else ValueError
+    raise kind(
         f"{op}: weight has shape {tuple(shape)}, expected ({x.shape[-1]},), or one row an example: "
         f"({x.shape[0]}, {x.shape[-1]}), beside x of shape {tuple(x.shape)}"
     )

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import warnings
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from opake.errors import (
     GenericFamilyWarning,
     OptionTypeError,
+    PatchError,
     RestoreConflict,
     UnknownFamily,
     UnknownOption,
     UnsupportedModel,
 )
+from opake.functional import per_example_grads
 from opake.patches import PatchReport, apply_model_patches, patch_report, patched, restore
 from opake.patching import target
 
@@ -384,6 +387,66 @@ def test_dropout_false_silences_dropout_until_restore() -> None:
     restore(model)
     assert model.model.layers[0].self_attn.attention_dropout == 0.5
     assert not torch.equal(model(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.filterwarnings("ignore::opake.errors.GenericFamilyWarning")
+def test_dropout_that_a_forward_reads_from_its_config_is_silenced_too() -> None:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = FalconConfig(**sizes, bos_token_id=1, eos_token_id=2, hidden_dropout=0.3, attention_dropout=0.3)
+    model, other = FalconForCausalLM(config).train(), FalconForCausalLM(config).train()
+    apply_model_patches(model, dropout=False)
+    assert torch.equal(model(IDS).logits, model(IDS).logits)
+    assert not torch.equal(other(IDS).logits, other(IDS).logits)
+    model.config.bos_token_id = 3
+    restore(model)
+    assert model.config is config
+    assert (config.hidden_dropout, config.attention_dropout, config.bos_token_id) == (0.3, 0.3, 3)
+    assert not torch.equal(model(IDS).logits, model(IDS).logits)
+
+
+def test_dropout_of_a_model_with_numbers_of_its_own_leaves_the_config_alone() -> None:
+    model = llama(LlamaConfig(**SIZES, attention_dropout=0.5)).train()
+    apply_model_patches(model, dropout=False)
+    assert model.config.attention_dropout == 0.5
+
+
+class TestAnotherAttentionAfterPatching:
+    """`set_attn_implementation` on a patched model: told, mended by patching again, and kept by restore."""
+
+    rows: ClassVar = {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}
+
+    def grads(self, model: Any) -> Any:
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        return per_example_grads(model, engine="vmap")(params, **self.rows)
+
+    @pytest.mark.parametrize("name", ["sdpa", "flex_attention"])
+    def test_it_is_told_and_mended(self, name: str) -> None:
+        model = llama()
+        apply_model_patches(model)
+        want = self.grads(model)
+        model.set_attn_implementation("eager")
+        model.set_attn_implementation(name)
+        with pytest.raises(PatchError, match=f"changed to '{name}' after it was patched; call .*apply_model_patches"):
+            self.grads(model)
+        report = apply_model_patches(model)
+        assert [row.state for row in report.rows if row.flag == "eager_attention"] == ["applied"]
+        got = self.grads(model)
+        assert all(torch.allclose(got[key], want[key], atol=1e-6) for key in want)
+        assert [row.state for row in apply_model_patches(model).find(flag="eager_attention")] == ["already"]
+        restore(model)
+        assert model.config._attn_implementation == name
+
+    def test_eager_goes_on_and_stays_after_restore(self) -> None:
+        model = llama()
+        apply_model_patches(model)
+        want = self.grads(model)
+        model.set_attn_implementation("eager")
+        got = self.grads(model)
+        assert all(torch.allclose(got[key], want[key], atol=1e-6) for key in want)
+        restore(model)
+        assert model.config._attn_implementation == "eager"
 
 
 def test_pickling_a_patched_model_says_what_to_do(tmp_path) -> None:

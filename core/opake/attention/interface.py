@@ -19,7 +19,7 @@ from .forward import attention_forward
 from .names import NAMES, SERVED, Name, Windowed
 from .windows import needs_no_mask
 
-__all__ = ["NAMES", "Name", "fits", "register", "remark", "select", "unregister"]
+__all__ = ["NAMES", "Name", "fits", "lacks", "register", "remark", "replaced", "select", "unregister"]
 
 
 def fits(model: nn.Module) -> Skip | None:
@@ -45,10 +45,28 @@ def remark(model: nn.Module) -> str:
     return kernels if name == "sdpa" else f"{kernels}, in place of {name}"
 
 
+def replaced(model: nn.Module) -> bool:
+    """Whether somebody selected an implementation on a model of ours after it was patched, with masks of its own."""
+    name = hf.attention_name(model)
+    return not isinstance(name, Name) and name not in (None, "eager")
+
+
+def lacks(model: nn.Module, *, attention: bool = False, masks: bool = False) -> bool:
+    """Whether a function of ours is selected no more, and eager attention was not put in its place."""
+    has = _selected(model)
+    gone = (attention and not has[0]) or (masks and not has[1])
+    return gone and hf.attention_name(model) not in (None, "eager")
+
+
+def _selected(model: nn.Module) -> tuple[bool, bool]:
+    """Whether our attention and our masks are selected."""
+    now = str(hf.attention_name(model))
+    return next((key for key, name in NAMES.items() if str(name) == now), (False, False))
+
+
 def select(model: nn.Module, wrappers: tuple[nn.Module, ...], *, attention: bool = False, masks: bool = False) -> Undo:
     """Switch the attention or the mask function on, keeping the other as it is; the config becomes the model's own."""
-    now = hf.attention_name(model)
-    before = next((key for key, name in NAMES.items() if str(name) == str(now)), (False, False))
+    before = _selected(model)
     name = NAMES[(attention or before[0], masks or before[1])]
     if name == str(NAMES[True, True]) and needs_no_mask(model):
         name = Windowed(name)

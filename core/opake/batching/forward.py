@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from opake import hf
-from opake.errors import InputError
+from opake.errors import InputError, PatchError
 from opake.masks.packed import counted_by_the_model
 from opake.patching.instance import wrap_method
 from opake.patching.notes import note
@@ -48,6 +48,7 @@ def _forward(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: A
         kwargs = {name: _add(name, value) for name, value in kwargs.items()}
     check_rows(self, kwargs)
     if inside_transform():
+        _require_selection(self)
         _without_packing(self, kwargs)
         _without_cache(self, kwargs)
         if kwargs.get("num_items_in_batch") is not None:
@@ -55,6 +56,21 @@ def _forward(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: A
     with counted_by_the_model(kwargs.get("position_ids") is None):
         out = inner(self, **kwargs)
     return _remove(out) if stripped else out
+
+
+def _require_selection(self: nn.Module) -> None:
+    """Refuse a model whose attention was selected anew since: stock masks read their values, which vmap cannot do."""
+    from opake.attention import interface
+    from opake.patching.state import state_of
+
+    state = state_of(self)
+    if state is None or not hf.is_pretrained(self) or not interface.replaced(self):
+        return
+    if any(type(entry.record).__name__ in ("FoldedAttention", "Masking") for entry in state.applied):
+        raise PatchError(
+            f"the attention of {type(self).__name__} was changed to {hf.attention_name(self)!r} after it was patched; "
+            "call opake.patches.apply_model_patches(model) again"
+        )
 
 
 def _named(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from opake.functional import batched_engine, vmap_engine
 from opake.functional.chunk import Chunk, Engine
 from opake.functional.rows import Rows
 from opake.functional.target import Target, current_report
+from opake_kernels.checks import ExampleAxisError
 
 ENGINES = ("auto", "vmap", "batched")
 RANDOMNESS = ("different", "same", "error")
@@ -99,14 +100,13 @@ class Chooser:
         return Choice(self._on_vmap, "vmap", obstacle)
 
     def _watched(self, on_batched: Engine) -> Engine:
-        """The batched engine; parameters that its backward does not reach send this call, and all after it, to vmap."""
+        """The batched engine; what it only finds out while running sends this call, and all after it, to vmap."""
 
         def run(params: Mapping[str, torch.Tensor], rows: Rows) -> Chunk:
             try:
                 return on_batched(params, rows)
-            except batched_engine.UnreachedError as error:
-                names = error.args[0]
-                self._unreached = f"the batched backward does not reach {len(names)} parameters, {names[0]} among them"
+            except (batched_engine.UnreachedError, ExampleAxisError) as error:
+                self._unreached = _why(error)
                 if self._engine == "batched":
                     raise EngineUnavailable(
                         f"engine='batched' cannot serve {self._target.name}: {self._unreached}; use engine='vmap'"
@@ -114,6 +114,13 @@ class Chooser:
                 return self._on_vmap(params, rows)
 
         return run
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, ExampleAxisError):
+        return f"a layer lays rows and tokens out as one dimension: {error}"
+    names = error.args[0]
+    return f"the batched backward does not reach {len(names)} parameters, {names[0]} among them"
 
 
 def _same(before: tuple, now: tuple) -> bool:

@@ -141,6 +141,8 @@ def _model_loss(model: torch.nn.Module, watch: Watch, has_aux: bool) -> Callable
 
 
 def _own_loss(model: torch.nn.Module, out: Any, batch: Mapping[str, Any]) -> Any:
+    if isinstance(out, tuple):
+        raise InputError(f"{type(model).__name__} returned a plain tuple, which names no loss; leave return_dict out")
     value = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if value is None:
         raise InputError(

@@ -66,7 +66,7 @@ class _Look:
     def __init__(self, model: nn.Module) -> None:
         self.token = object()
         self.places = Places(model)
-        self._addresses = [t.data_ptr() for t in self.places.tensors]
+        self._addresses = list(map(_address, self.places.tensors))
         self._empty: list[Collection[Any]] = []
         self._tables: list[dict] = []
         self._lists: list[Collection[Any]] = []
@@ -93,7 +93,7 @@ class _Look:
         return chain(chain.from_iterable(map(dict.values, self._tables)), chain.from_iterable(self._lists))
 
     def state(self) -> _State:
-        tensors = [(t.data_ptr(), t.dtype, t.shape) for t in self.places.tensors]
+        tensors = [(_address(t), t.dtype, t.shape) for t in self.places.tensors]
         plain = [v if type(v) in _SIMPLE else _Same(v) for v in self._values if not isinstance(v, _ELSEWHERE)]
         return _State((tuple(tensors), tuple(plain), tuple(self._forwards)))
 
@@ -105,8 +105,16 @@ class _Look:
             or not all(map(is_, self._flat(), self._values))
             or not all(map(is_, map(type, self._modules), self._kinds))
             or any(kind.forward is not forward for kind, forward in self._forwards)
-            or any(t.data_ptr() != address for t, address in zip(self.places.tensors, self._addresses, strict=True))
+            or any(_address(t) != address for t, address in zip(self.places.tensors, self._addresses, strict=True))
         )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where a tensor lies; the identity of one without memory, such as a transform that has ended may leave behind."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return id(tensor)
 
 
 _SIMPLE = (bool, int, float, str, type(None))

@@ -30,6 +30,10 @@ class ModelRecord(Record):
     def kept(self) -> Record:
         return type(self)()
 
+    def lapsed(self, module: nn.Module) -> bool:
+        """Whether what this record did to the module was overwritten, so that patching again does it again."""
+        return False
+
     def __str__(self) -> str:
         return type(self).__name__
 
@@ -50,6 +54,11 @@ class FoldedAttention(ModelRecord):
         from opake.attention import eager, interface
 
         return None if eager.serves(module) else interface.fits(module)
+
+    def lapsed(self, module: nn.Module) -> bool:
+        from opake.attention import eager, interface
+
+        return not eager.serves(module) and interface.lacks(module, attention=True)
 
     def remark(self, module: nn.Module) -> str:
         from opake.attention import eager, interface
@@ -76,6 +85,11 @@ class Masking(ModelRecord):
         from opake.attention import interface
 
         return interface.fits(module)
+
+    def lapsed(self, module: nn.Module) -> bool:
+        from opake.attention import interface
+
+        return interface.lacks(module, masks=True)
 
     def apply(self, module: nn.Module) -> Undo:
         from opake.attention import interface
@@ -279,7 +293,7 @@ class NoDropout(ModelRecord):
     def apply(self, module: nn.Module) -> Undo:
         from opake.batching import dropout
 
-        return dropout.apply(module)
+        return dropout.apply(module, self.wrappers)
 
 
 def core_records(target: Target) -> list[Record]:

@@ -16,6 +16,7 @@ from .undo import Undo, put
 if TYPE_CHECKING:
     from torch import nn
 
+OURS = "opake"
 IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
 
 
@@ -34,11 +35,18 @@ def own_config(model: nn.Module, wrappers: tuple[nn.Module, ...] = ()) -> Undo:
 
 
 def carry_over(pairs: list[tuple[Any, Any, dict[str, Any]]]) -> None:
-    """Set on each original what was changed on its copy since the copy was made, implementations excepted."""
+    """Set on each original what was changed on its copy since the copy was made, our implementations excepted."""
     for old, new, snapshot in pairs:
         for key, value in _plain(new).items():
-            if key not in IMPLEMENTATIONS and (key not in snapshot or value != snapshot[key]):
+            ours = key in IMPLEMENTATIONS and str(value).startswith(OURS)
+            if not ours and (key not in snapshot or value != snapshot[key]):
                 vars(old)[key] = value
+
+
+def settled(undo: Undo) -> Undo:
+    """The undo of `own_config` after more was set on the copies: what stands there now is no change of the user's."""
+    undo.args = ([(old, new, _plain(new)) for old, new, _ in undo.args[0]],)
+    return undo
 
 
 def _modules(model: nn.Module, wrappers: tuple[nn.Module, ...]) -> list[nn.Module]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from opake_kernels.checks import autocast_to_compute_dtype, check_float
+from opake_kernels.checks import ExampleAxisError, autocast_to_compute_dtype, check_float
 
 __all__ = ["Projection", "check_precision", "check_projections", "leading_axis", "takes_twin", "with_axis"]
 
@@ -58,7 +58,7 @@ def _check_adapter(
         raise ValueError(f"{op}: B{suffix} has shape {b}, expected (rank, out) = {(a[-1], W.shape[0])}")
     for name, tensor in (("A", A), ("B", B)):
         if tensor.dim() == 3 and (X.dim() < 2 or tensor.shape[0] not in (1, X.shape[0])):
-            raise ValueError(
+            raise ExampleAxisError(
                 f"{op}: {name}{suffix} has shape {tuple(tensor.shape)}, so its first dimension is an example axis, "
                 f"but the input has shape {tuple(X.shape)}"
             )

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from opake_kernels.activations import Activation, activation_for
-from opake_kernels.checks import check_float, check_index, check_same_device, check_same_dtype, check_shape
+from opake_kernels.checks import (
+    ExampleAxisError,
+    check_float,
+    check_index,
+    check_same_device,
+    check_same_dtype,
+    check_shape,
+)
 from opake_kernels.fold import ROWS, SHARED, fold_rows, function_pair
 
 from . import dense, passes
@@ -232,11 +239,14 @@ def _checked(x: Any, weights: Sequence[Any], index: Any, routing: Any) -> int:
     }
     for name, w in named.items():
         check_shape(_OP, name, w.shape[-dims[name] :], shapes[name], f"E {E}, I {I}, H {H} as in down_proj")
-        if w.dim() > dims[name]:
-            check_shape(_OP, name, w.shape[:1], x.shape[:1], "the examples of x")
+        if w.dim() > dims[name] and w.shape[:1] != x.shape[:1]:
+            raise ExampleAxisError(
+                f"{_OP}: {name} has shape {tuple(w.shape)}, so its first dimension is an example axis, but x has shape "
+                f"{tuple(x.shape)}"
+            )
     check_shape(_OP, "x", x.shape[-1:], (H,), "H of down_proj")
     check_shape(_OP, "top_k_index", index.shape[:-1], x.shape[:-1], "the leading dimensions of x")
     check_shape(_OP, "top_k_weights", routing.shape, index.shape, "the shape of top_k_index")
     if groups and x.dim() < 2:
-        raise ValueError(f"{_OP}: weights have an example axis, so x is (B, ..., H); got {tuple(x.shape)}")
+        raise ExampleAxisError(f"{_OP}: weights have an example axis, so x is (B, ..., H); got {tuple(x.shape)}")
     return groups
