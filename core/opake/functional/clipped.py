@@ -78,6 +78,7 @@ def clipped_grad(
         real = _real_rows(row_weight, rows.count)
         choice = choose(params, rows)
         done = steps(choice, params, rows, real)
+        choice = choose.after(choice)
         reason = f"{choice.reason}; {done.reason}"
         out = ClippedGrad(done.grads, done.norms, done.losses, done.clipped, done.nonfinite, choice.name, reason)
         return (out, done.aux) if has_aux else out

@@ -65,6 +65,10 @@ class Chooser:
             self._choice, self._basis = self._choose(params, rows), basis
         return self._choice
 
+    def after(self, choice: Choice) -> Choice:
+        """What a call that was made with `choice` turned out to be made by."""
+        return choice if self._unreached is None else Choice(self._on_vmap, "vmap", self._unreached)
+
     def _rests_on(self, params: Mapping[str, torch.Tensor], rows: Rows) -> tuple:
         model, watch = self._target.model, self._target.watch
         if model is None or watch is None:
