@@ -38,7 +38,8 @@ for every other causal language model of Transformers.
 
 *Proven on*: the versions of Transformers on which per-example gradients of a tiny random model equal a loop over the
 unpatched one, recorded by `python -m opake.checking.sweep` and tried again by the tests; and pretrained weights, where
-they were tried too. `opake families check --all` repeats the proof on the installed version.
+they were tried too. Classes that take images are proven on text: Transformers counts the placeholders of an image by
+reading values, which no transform can do. `opake families check --all` repeats the proof on the installed version.
 """
 # pretrained models that the tests and the demo run
 REAL = {"llama": "SmolLM2-135M"}
