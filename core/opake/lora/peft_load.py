@@ -18,6 +18,7 @@ from .adapter import LinearAdapter
 from .canonical import CanonicalAdapter
 from .driver import _require_bare, install
 from .gating import gating_module
+from .peft_settings import read_settings, require_plain
 from .plan import Choices, Step, make_plan
 from .shapes import shape_of
 from .targets import is_router_name
@@ -31,10 +32,6 @@ Ranks = dict[str, dict[str, int]]
 KEY = re.compile(r"(?P<name>.+)\.lora_(?P<kind>[AB])(?:\.[^.]+)?\.weight")
 # an adapted head is saved with the adapter
 BASE = ".base_layer."
-# settings that change what a layer computes, with the value that changes nothing
-PLAIN = {"use_dora": False, "lora_bias": False, "use_bdlora": None, "alora_invocation_tokens": None}
-PLAIN |= {"arrow_config": None, "kasa_config": None, "velora_config": None, "monteclora_config": None}
-PLAIN |= {"modules_to_save": None, "trainable_token_indices": None, "layer_replication": None, "use_qalora": False}
 
 
 def load_peft_adapter(
@@ -48,13 +45,14 @@ def load_peft_adapter(
     Adapters keep the dtype of the file. The model is frozen but for them.
 
     Raises:
-        InputError: no checkpoint there, one that is not plain LoRA (DoRA, biases, embeddings, stacked experts, saved
-            modules, ...), names or shapes that the model does not have.
+        InputError: no checkpoint there or a broken one; one that is not plain LoRA (DoRA, biases, embeddings, stacked
+            experts, saved modules, ...) on the base as it is (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA change it); names or
+            shapes that the model does not have.
         UnsupportedModel: as of `apply_lora`. Nothing is changed then.
     """
     _require_bare(model)
     config, tensors, ranks = _read(Path(directory))
-    _require_plain(config, tensors)
+    _require_pairs_alone(tensors)
     pairs = _pairs(_without_base(model, tensors))
     steps = []
     for name, (A, B) in pairs.items():
@@ -79,23 +77,20 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], Ranks]
     for file in (folder / CONFIG, folder / WEIGHTS):
         if not file.is_file():
             raise InputError(f"{folder} is no PEFT checkpoint with safetensors: there is no {file.name}")
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        ranks = json.loads((file.metadata() or {}).get(CANONICAL, "{}"))
-    return json.loads((folder / CONFIG).read_text(encoding="utf-8")), tensors, ranks
+    config = read_settings(folder / CONFIG)
+    require_plain(config)
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            ranks = json.loads((file.metadata() or {}).get(CANONICAL, "{}"))
+    except (SafetensorError, ValueError) as error:
+        raise InputError(f"{folder / WEIGHTS} cannot be read: {error}; save the adapter again") from None
+    return config, tensors, ranks
 
 
-def _require_plain(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    kind = str(config.get("peft_type"))
-    if kind.rpartition(".")[2] != "LORA":
-        raise InputError(f"the checkpoint is of peft_type {kind!r}, and the layers of opake.lora are plain LoRA")
-    odd = [f"{key}={config[key]!r}" for key, plain in PLAIN.items() if config.get(key) not in (plain, False, None, [])]
-    if config.get("bias", "none") != "none":
-        odd.append(f"bias={config['bias']!r}")
-    if odd:
-        raise InputError(f"the checkpoint has {', '.join(odd)}, which the layers of opake.lora do not have; use PEFT")
+def _require_pairs_alone(tensors: Mapping[str, torch.Tensor]) -> None:
     strange = [key for key in tensors if not key.startswith(PREFIX) or not (KEY.fullmatch(key) or BASE in key)]
     if strange:
         raise InputError(f"the checkpoint holds more than plain LoRA weights: {', '.join(strange[:3])}; use PEFT")
@@ -119,7 +114,7 @@ def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor,
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         match = KEY.fullmatch(key.removeprefix(PREFIX))
-        assert match is not None, "checked by _require_plain"
+        assert match is not None, "checked by _require_pairs_alone"
         found.setdefault(match["name"], {})[match["kind"]] = tensor
     lone = [name for name, pair in found.items() if len(pair) != 2]
     if lone or not found:
