@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from typing import Any
 
@@ -22,8 +23,20 @@ from .peft_models import BATCH, gradients, patch, trainable, with_lora
 def sparse_model(model_type: str, **options: Any) -> Any:
     model = tiny_model(model_type).double()
     # the grouped product of torch has no float64
-    model.set_experts_implementation("batched_mm")
+    model.set_experts_implementation(_trains_in_float64())
     return with_lora(model, **options)
+
+
+@functools.cache
+def _trains_in_float64() -> str:
+    """Older Transformers writes into the indices that the backward of its batched product needs."""
+    model = tiny_model("mixtral").double()
+    model.set_experts_implementation("batched_mm")
+    try:
+        model(**BATCH).loss.backward()
+    except RuntimeError:
+        return "eager"
+    return "batched_mm"
 
 
 def patched(model: Any) -> Any:
