@@ -20,6 +20,7 @@ from opake.errors import InputError
 from .driver import wrappers
 from .factors import Factors, factors_of, ranks_of
 from .peft_load import CANONICAL, CONFIG, PREFIX, WEIGHTS, load_peft_adapter
+from .peft_rewrites import require_read_as_written
 from .shapes import is_conv1d
 
 __all__ = ["load_peft_adapter", "peft_state", "save_peft_adapter"]
@@ -41,16 +42,21 @@ def save_peft_adapter(
     *,
     base_model_name_or_path: str | None = None,
     task_type: str | None = None,
+    for_peft: bool = True,
 ) -> None:
     """Write the adapters of `model` so that `PeftModel.from_pretrained(base, directory)` computes the same.
 
     base_model_name_or_path: noted in the config; None is what the model knows of itself
     task_type: PEFT's, e.g. `"CAUSAL_LM"`; None goes by the name of the model's class
+    for_peft: False also writes what the installed PEFT would read as something else, for `load_peft_adapter` alone
 
     Raises:
-        InputError: no adapters, or dropout that PEFT has no word for.
+        InputError: no adapters, or dropout that PEFT has no word for; layers that the installed PEFT would take for
+            others: in models whose experts were separate layers once, it reads names such as `up_proj` as those.
     """
     tensors, config = peft_state(model)
+    if for_peft:
+        require_read_as_written(model, config)
     name = base_model_name_or_path or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     config |= {"base_model_name_or_path": name, "task_type": task_type or _task_of(model)}
     from safetensors.torch import save_file
