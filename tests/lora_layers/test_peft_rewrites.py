@@ -57,7 +57,9 @@ def test_what_peft_reads_as_experts_is_not_written_for_it(name: str, tmp_path: P
     assert torch.equal(logits(load_peft_adapter(deepcopy(base), tmp_path)), logits(model))
 
 
-@pytest.mark.filterwarnings("ignore:Found missing adapter keys:UserWarning", "ignore:The following rank_pattern keys")
+@pytest.mark.filterwarnings(
+    "ignore:Found missing adapter keys:UserWarning", "ignore:The following (rank|alpha)_pattern keys"
+)
 @pytest.mark.parametrize("name", ["shared experts", "down alone", "dense layer"])
 def test_peft_would_compute_something_else(name: str, tmp_path: Path) -> None:
     base, model = adapted(*REWRITTEN[name])
