@@ -157,6 +157,9 @@ def base_projection(layer: Any, *kinds: type) -> Projection | str:
     transposed = type(layer) not in (kinds or (nn.Linear,))
     if transposed and type(layer) is not _conv1d():
         return f"the base layer is a {type(layer).__name__}"
+    if not {"weight", "bias"} <= layer._parameters.keys():
+        # spectral_norm, weight_norm and prune compute one of them in a hook, from parameters of other names
+        return "the base weight or bias is computed in a hook"
     W: Any = layer._parameters["weight"]
     bias: Any = layer._parameters["bias"]
     if not _plain(W) or W.dim() != 2 or not (bias is None or _plain(bias)):

@@ -21,7 +21,7 @@ from .gating import gating_module
 from .linear import LoRALinear
 from .router import LoRATopKRouter
 from .shapes import is_conv1d, shape_of
-from .targets import ALL_LINEAR, Target, candidates, is_router_name, lookup, matches, select
+from .targets import ALL_LINEAR, ROUTER_CLASSES, Target, candidates, is_router_name, lookup, matches, select
 from .wrapper import AdapterWrapper
 
 # a subclass of nn.Linear with a forward of its own is linear still where these write it
@@ -125,7 +125,7 @@ def kind_of(name: str, module: nn.Module) -> type[AdapterWrapper]:
         return LoRALinear
     if isinstance(module, nn.Linear) and type(module).__module__.startswith(QUANTISED):
         return LoRALinear
-    if _routes(module) and type(module).__name__.endswith(("Router", "Gate", "Gating")):
+    if _routes(module) and type(module).__name__.endswith(ROUTER_CLASSES):
         return LoRATopKRouter
     raise InputError(
         f"{name} is a {type(module).__name__}, which is neither a linear layer nor a router; name layers inside it, "

@@ -23,6 +23,7 @@ Value = TypeVar("Value")
 ALL_LINEAR = "all-linear"
 WILD = re.compile(r"[*?\[]")
 ROUTERS = ("gate", "router")
+ROUTER_CLASSES = ("Router", "Gate", "Gating")
 
 
 def matches(name: str, target: Target) -> bool:
@@ -93,7 +94,17 @@ def _named(name: str, module: nn.Module, target: Target, model: nn.Module) -> bo
         return matches(name, target)
     head = _head_of(model)
     plain = type(module) is nn.Linear or is_conv1d(module)
-    return plain and not is_router_name(name) and module is not head
+    return plain and module is not head and not _routes(name, model)
+
+
+def _routes(name: str, model: nn.Module) -> bool:
+    """Whether a layer is a router or a part of one, by the names and classes on the way to it."""
+    if "router" in name.rpartition(".")[2].split("_"):
+        return True
+    steps = name.split(".")
+    above = [".".join(steps[:i]) for i in range(1, len(steps))]
+    classes = [type(model.get_submodule(each)).__name__ for each in above]
+    return any(map(is_router_name, [*above, name])) or any(each.endswith(ROUTER_CLASSES) for each in classes)
 
 
 def _head_of(model: nn.Module) -> nn.Module | None:
