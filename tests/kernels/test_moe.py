@@ -296,7 +296,7 @@ def test_wrong_arguments():
         ((x, gate_up, down, index[:-1], weights), ValueError, r"top_k_index has shape \(6,\), expected \(7,\)"),
         ((x, gate_up, down, index, weights[:, :1]), ValueError, r"top_k_weights has shape \(7, 1\), expected \(7, 2\)"),
         ((x, gate_up[0], down, index, weights), ValueError, "gate_up has shape .*, expected 3 dimensions, or one more"),
-        ((x, gate_up.expand(3, -1, -1, -1), down, index, weights), ValueError, "the examples of x"),
+        ((x, gate_up.expand(3, -1, -1, -1), down, index, weights), ValueError, "first dimension is an example axis"),
     ]
     for args, error, message in cases:
         with pytest.raises(error, match=f"opake_moe: {message}|opake_moe: .*{message}"):
