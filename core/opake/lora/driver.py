@@ -108,10 +108,13 @@ def wrappers(model: nn.Module) -> dict[str, AdapterWrapper]:
 
 @contextlib.contextmanager
 def disable_adapter(model: nn.Module) -> Iterator[None]:
-    """For the length of a `with` block the model computes what it computed without adapters, bit for bit."""
+    """For the length of a `with` block the model computes what it computed without adapters, bit for bit.
+
+    A copy made inside the block has its adapters enabled.
+    """
     enabled = [wrapper for wrapper in wrappers(model).values() if wrapper._adapter_enabled]
     for wrapper in enabled:
-        wrapper.disable_adapter_layers()
+        wrapper.pause_adapter()
     try:
         yield
     finally:

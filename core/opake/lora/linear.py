@@ -22,8 +22,8 @@ class LoRALinear(AdapterWrapper):
     """base(x) + adapter(x), in the form in which the base answers.
 
     A tensor comes back as a tensor. (out, bias), ((out, normed), bias) and (out, bias, normed) come back as they are,
-    with the adapter's term in `out`; it is computed from `normed` where there is one. Extra arguments go to the base
-    and to the adapter alike.
+    with the adapter's term in `out`; it is computed from `normed` where there is one. Further arguments go to the base,
+    and to the adapter if its forward takes them; `LinearAdapter` takes none.
     """
 
     @property

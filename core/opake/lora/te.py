@@ -130,7 +130,7 @@ class TEFusedLoRALinear(LoRALinear):
 
     def __getstate__(self) -> dict[str, Any]:
         # branches are rebuilt from the parameters of the copy
-        return {**self.__dict__, "_fused_branches": (), "_fused_parameters": ()}
+        return {**super().__getstate__(), "_fused_branches": (), "_fused_parameters": ()}
 
 
 def _all_real(parameters: tuple[Any, ...]) -> bool:

@@ -7,6 +7,8 @@ below `q_proj.adapter`. State dicts are written and read under the same names.
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +27,9 @@ class AdapterWrapper(nn.Module):
     adapter: a module that computes the difference
 
     Attributes that the wrapper does not have are those of `to_wrap`. A strict `load_state_dict` takes the wrapper's own
-    state dict, and one of the bare module as well, which leaves the adapter as it is. Raises InputError for a module
-    that is such a wrapper itself.
+    state dict, and one of the bare module as well, which leaves the adapter as it is; where a whole model is loaded, it
+    takes one without any adapter, and misses one layer's if others are there. Raises InputError for a module that is
+    such a wrapper itself.
     """
 
     def __init__(self, to_wrap: nn.Module, adapter: nn.Module) -> None:
@@ -38,7 +41,7 @@ class AdapterWrapper(nn.Module):
             )
         self.to_wrap = to_wrap
         self.adapter = adapter
-        self._adapter_enabled = True
+        self._adapter_enabled, self._paused = True, False
         # one table under two modules: whoever replaces a tensor in it replaces it for both
         self._parameters = to_wrap._parameters
         self._buffers = to_wrap._buffers
@@ -48,11 +51,15 @@ class AdapterWrapper(nn.Module):
 
     def enable_adapter_layers(self) -> None:
         """Add the adapter's output from now on."""
-        self._adapter_enabled = True
+        self._adapter_enabled, self._paused = True, False
 
     def disable_adapter_layers(self) -> None:
         """Compute what `to_wrap` computes, bit for bit, until the adapter is enabled again."""
-        self._adapter_enabled = False
+        self._adapter_enabled, self._paused = False, False
+
+    def pause_adapter(self) -> None:
+        """As `disable_adapter_layers`, for a block that enables it again; a copy made meanwhile has it enabled."""
+        self._adapter_enabled, self._paused = False, True
 
     def base_linear_forward(
         self, x: torch.Tensor, *args: Any, **kwargs: Any
@@ -64,8 +71,10 @@ class AdapterWrapper(nn.Module):
         return found.output, found.bias, found.linear_input
 
     def adapter_forward(self, adapter: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`adapter(x, *args, **kwargs)`; there to be overridden."""
-        return adapter(x, *args, **kwargs)
+        """`adapter(x)`, with the further arguments where its forward takes them all; there to be overridden."""
+        if (args or kwargs) and _takes(adapter, x, *args, **kwargs):
+            return adapter(x, *args, **kwargs)
+        return adapter(x)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -74,6 +83,10 @@ class AdapterWrapper(nn.Module):
             if name in ("to_wrap", "adapter") or name.startswith("__"):
                 raise
         return getattr(super().__getattr__("to_wrap"), name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the block that paused the adapter will not know of the copy
+        return {**self.__dict__, **({"_adapter_enabled": True, "_paused": False} if self._paused else {})}
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -116,8 +129,56 @@ class AdapterWrapper(nn.Module):
         for name in names:
             if not name.startswith((BASE, ADAPTER)):
                 state_dict[prefix + BASE + name] = state_dict[prefix + name]
-        if not any(name.startswith(ADAPTER) for name in names):
-            self.adapter.state_dict(destination=state_dict, prefix=prefix + ADAPTER, keep_vars=True)
+        if any(name.startswith(ADAPTER) for name in names):
+            _loads.found(missing_keys)
+        else:
+            kept = self.adapter.state_dict(prefix=prefix + ADAPTER, keep_vars=True)
+            state_dict.update(kept)
+            _loads.kept(missing_keys, list(kept))
+
+
+class _Loads(threading.local):
+    """What the `load_state_dict` that runs left as it was, to be called missing once some layer's adapter is there.
+
+    A wrapper is handed its own part of the state dict alone; the list of missing names is one for the whole load.
+    """
+
+    def __init__(self) -> None:
+        self._missing: list[str] | None = None
+        self._kept: list[str] = []
+        self._some_there = False
+
+    def found(self, missing: list[str]) -> None:
+        """A wrapper's adapter is in the state dict."""
+        self._begin(missing)
+        self._some_there = True
+        self._settle(missing)
+
+    def kept(self, missing: list[str], names: list[str]) -> None:
+        """Nothing of a wrapper's adapter is; these are its names."""
+        self._begin(missing)
+        self._kept += names
+        self._settle(missing)
+
+    def _begin(self, missing: list[str]) -> None:
+        if missing is not self._missing:
+            self._missing, self._kept, self._some_there = missing, [], False
+
+    def _settle(self, missing: list[str]) -> None:
+        if self._some_there:
+            missing += self._kept
+            self._kept = []
+
+
+_loads = _Loads()
+
+
+def _takes(adapter: nn.Module, *args: Any, **kwargs: Any) -> bool:
+    try:
+        inspect.signature(adapter.forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _name_as_saved(module: nn.Module, incompatible: Any) -> None:
