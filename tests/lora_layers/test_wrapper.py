@@ -59,7 +59,7 @@ def test_a_bare_checkpoint_leaves_every_adapter() -> None:
     assert torch.equal(model[1].to_wrap.weight, base[1].weight)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])  # noqa: S301
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_a_copy_made_while_off_is_on(copied: Any, x: torch.Tensor) -> None:
     model = randomised(apply_lora(two(), dim=2))
     on = model(x)
