@@ -1,8 +1,9 @@
 """`AdapterWrapper`: a module with an adapter beside it, under the names that the module had alone.
 
 The wrapper shares the parameter and buffer tables of the module that it wraps. So `q_proj.weight` is still the name of
-the base weight, in `named_parameters`, in `get_parameter` and under `functional_call`, and the adapter's names stand
-below `q_proj.adapter`. State dicts are written and read under the same names.
+the base weight, in `named_parameters` and under `functional_call`, and the adapter's names stand below
+`q_proj.adapter`. State dicts are written and read under the same names. `get_parameter("q_proj.weight")` does not find
+it: it reads the attribute, which is the effective weight; ask for `q_proj.to_wrap.weight`.
 """
 
 from __future__ import annotations
