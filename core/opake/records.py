@@ -63,6 +63,10 @@ class Record:
         """Patch `module` and return what takes the patch back."""
         raise NotImplementedError(f"{type(self).__name__} cannot be applied")
 
+    def lapsed(self, module: nn.Module) -> bool:
+        """Whether somebody overwrote what this record did to `module`, so that patching again does it again."""
+        return False
+
     def remark(self, module: nn.Module) -> str:
         """What the report should say about applying this to `module`, asked before it is applied."""
         return ""

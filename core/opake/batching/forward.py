@@ -66,7 +66,7 @@ def _require_selection(self: nn.Module) -> None:
     state = state_of(self)
     if state is None or not hf.is_pretrained(self) or not interface.replaced(self):
         return
-    if any(type(entry.record).__name__ in ("FoldedAttention", "Masking") for entry in state.applied):
+    if any(entry.record.lapsed(entry.module) for entry in state.applied):
         raise PatchError(
             f"the attention of {type(self).__name__} was changed to {hf.attention_name(self)!r} after it was patched; "
             "call opake.patches.apply_model_patches(model) again"

@@ -30,10 +30,6 @@ class ModelRecord(Record):
     def kept(self) -> Record:
         return type(self)()
 
-    def lapsed(self, module: nn.Module) -> bool:
-        """Whether what this record did to the module was overwritten, so that patching again does it again."""
-        return False
-
     def __str__(self) -> str:
         return type(self).__name__
 

@@ -161,8 +161,7 @@ def _apply_one(entry: Planned, target: Target, state: ModelState, switches: Swit
         return [_row(entry, "-", found.state, found.reason)]
     rows = []
     for site, module in found:
-        held = state.find(record, module) is not None
-        if held and not getattr(record, "lapsed", _never)(module):
+        if state.find(record, module) is not None and not record.lapsed(module):
             rows.append(_row(entry, site, "already", ""))
         elif not switches.on(record.flag):
             rows.append(_row(entry, site, "off", switches.reason(record.flag)))
@@ -175,10 +174,6 @@ def _apply_one(entry: Planned, target: Target, state: ModelState, switches: Swit
             new.append(applied)
             rows.append(_row(entry, site, "applied", remark))
     return rows or [_row(entry, "-", "skipped", "the model has no such module")]
-
-
-def _never(module: nn.Module) -> bool:
-    return False
 
 
 def _sites(entry: Planned, target: Target) -> list[tuple[str, nn.Module]] | Skip:
