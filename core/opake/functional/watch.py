@@ -39,10 +39,13 @@ class Watch:
         return self.token() if self._look is None else self._look.token
 
     def adapters_ahead(self, params: Mapping[str, torch.Tensor]) -> contextlib.AbstractContextManager:
-        """A context in which the adapters among `params` are cast to the compute dtype once for all calls."""
+        """A context in which the adapters among `params` are cast to the compute dtype once for all calls.
+
+        By the last look: what an older one knows costs a copy that nobody asks for, or a cast in each call.
+        """
         from opake.lora import ahead
 
-        token = self.token()
+        token = self.held()
         if self._adapters is None or self._adapters[0] is not token:
             self._adapters = (token, ahead.lower_precision(self._model))
         return ahead.casting(self._adapters[1], params)
