@@ -6,7 +6,6 @@ made. One process, one way after the other, each with a model of its own.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ import torch
 from opake.functional import clipped_grad
 from opake.testing.live import peak_live_bytes
 
-from .memory_model import WAYS, Sizes, batch, build, floor, trainable
+from .memory_model import WAYS, Sizes, batch, build, floor, forget, trainable
 from .memory_trace import MemoryTrace
 
 __all__ = ["WAYS", "Kept", "Peak", "curve", "kept", "largest", "peak"]
@@ -85,11 +84,11 @@ def kept(sizes: Sizes, way: str, device: str, engine: str = "auto") -> list[Kept
 
 def peak(sizes: Sizes, way: str, rows: int, device: str, engine: str = "auto") -> Peak:
     """The peak of a step of `rows` rows."""
-    _forget(device)
+    forget(device)
     try:
         step = _Step(sizes, way, rows, device, engine)
         step()
-        _forget(device)
+        forget(device)
         if device != "cuda":
             return Peak(way, rows, sizes.tokens, peak_live_bytes(step), 0, step.engine)
         resting = torch.cuda.memory_allocated()
@@ -122,10 +121,3 @@ def largest(peaks: Sequence[Peak], budget: float) -> int | None:
     slope = (b.peak - a.peak) / (b.rows - a.rows)
     rows = math.inf if slope <= 0 else math.floor((budget - a.peak) / slope + a.rows + 1e-9)
     return int(rows) if 1 <= rows < math.inf else None
-
-
-def _forget(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,15 +39,11 @@ def config_of(model: str, overrides: Mapping[str, Any]) -> Any:
     return tiny_config(model, **overrides)
 
 
-def build(sizes: Sizes, way: str, device: str) -> Any:
-    """A patched model for one way; sdpa: Transformers' attention, not folded. On CUDA in bf16."""
+def unpatched(sizes: Sizes, device: str, **attention: str) -> Any:
+    """The model in training mode with its adapters, if any: on CUDA in bf16, and adapters in float32."""
     from transformers import AutoModelForCausalLM
 
-    from opake.checkpoint import selective_checkpointing
-    from opake.patches import apply_model_patches
-
     torch.manual_seed(0)
-    attention = {"attn_implementation": "eager"} if way == "eager" else {}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     # a model writes into the config that it is built from
     config = copy.deepcopy(sizes.config)
@@ -57,7 +54,16 @@ def build(sizes: Sizes, way: str, device: str) -> Any:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=sizes.rank, target_modules="all-linear", task_type="CAUSAL_LM"))
-    apply_model_patches(model.train(), eager_attention=way != "sdpa")
+    return model.train()
+
+
+def build(sizes: Sizes, way: str, device: str) -> Any:
+    """A patched model for one way; sdpa: Transformers' attention, not folded."""
+    from opake.checkpoint import selective_checkpointing
+    from opake.patches import apply_model_patches
+
+    model = unpatched(sizes, device, **({"attn_implementation": "eager"} if way == "eager" else {}))
+    apply_model_patches(model, eager_attention=way != "sdpa")
     if way == "remat":
         selective_checkpointing(model)
     return model
@@ -73,6 +79,14 @@ def batch(sizes: Sizes, rows: int, device: str) -> dict[str, torch.Tensor]:
 def trainable(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters that are trained, by name."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def forget(device: str) -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def floor(sizes: Sizes, rows: int, model: nn.Module, *, remat: bool) -> dict[str, int]:

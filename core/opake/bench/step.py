@@ -6,7 +6,6 @@ backward a row over the stock model, ordinary ones against the stock model's own
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .memory_model import Sizes, batch
+from .memory_model import Sizes, batch, forget
 from .step_models import build
 from .step_ways import WAYS, Grads
 
@@ -64,7 +63,7 @@ def run(sizes: Sizes, ways: Sequence[str], device: str, before: Callable[[str], 
         if before is not None:
             before(name)
         yield _row(sizes, name, device, wanted[WAYS[name].private])
-        _forget(device)
+        forget(device)
 
 
 def _reference(sizes: Sizes, private: bool, device: str) -> Grads:
@@ -72,7 +71,7 @@ def _reference(sizes: Sizes, private: bool, device: str) -> Grads:
     grads, _ = WAYS["loop" if private else "hf"].make(model, batch(sizes, sizes.rows, device))()
     found = {_plain(name): g.detach().clone() for name, g in grads.items()}
     del model, grads
-    _forget(device)
+    forget(device)
     return found
 
 
@@ -112,7 +111,7 @@ def _timed(step: Callable[[], Any], device: str) -> tuple[float, float, float]:
     if device != "cuda":
         return _on_cpu(step)
     step()
-    _forget(device)
+    forget(device)
     torch.cuda.reset_peak_memory_stats()
     waits = sorted(_wall(step, 1) for _ in range(TIMES))
     peak = torch.cuda.max_memory_allocated()
@@ -140,10 +139,3 @@ def _on_cpu(step: Callable[[], Any]) -> tuple[float, float, float]:
         step()
         spent.append((time.process_time() - start) * 1e3)
     return sorted(spent)[1], sum(spent) / len(spent), peak_live_bytes(step) / 2**30
-
-
-def _forget(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()

@@ -5,13 +5,12 @@ Weights are random; the second factor of every adapter is too, because the first
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from .memory_model import Sizes, config_of
+from .memory_model import Sizes, config_of, unpatched
 
 __all__ = ["SHAPES", "build", "config", "sizes_of"]
 
@@ -104,20 +103,9 @@ def sizes_of(model: str, settings: Settings, rows: int, tokens: int, rank: int) 
 
 def build(sizes: Sizes, device: str) -> Any:
     """An unpatched PEFT model in training mode: bf16 with float32 adapters on CUDA, float32 elsewhere."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    # a model writes into the config that it is built from
-    made = copy.deepcopy(sizes.config)
-    made.use_cache = False
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    with torch.device(device):
-        base: Any = AutoModelForCausalLM.from_config(made, dtype=dtype)
-    lora = LoraConfig(r=sizes.rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(base, lora)
+    model = unpatched(sizes, device)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.normal_(std=0.02)
-    return model.train()
+    return model

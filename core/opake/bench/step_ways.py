@@ -14,6 +14,8 @@ import torch
 
 from opake.functional import clipped_grad
 
+from .memory_model import trainable
+
 __all__ = ["CLIP", "WAYS", "Way"]
 
 Grads = dict[str, torch.Tensor]
@@ -45,7 +47,7 @@ def _ours(model: Any, rows: Rows, *, engine: str = "auto", capture: str | bool =
     if remat:
         selective_checkpointing(model)
     run = clipped_grad(model, clip_norm=CLIP, engine=engine, capture=capture)
-    params = {name: p.detach() for name, p in _trainable(model).items()}
+    params = trainable(model)
 
     def step() -> tuple[Grads, str]:
         found = run(params, **rows)
