@@ -37,6 +37,7 @@ class PrivateGradient:
         self._kinds: dict[tuple, list[str]] = {}
         for name, p in params.items():
             self._kinds.setdefault((p.device, p.dtype), []).append(name)
+        self.norm = torch.zeros(())
 
     def __call__(
         self, batch: LogicalBatch, *, noise_multiplier: float, expected: float, step: int
@@ -45,6 +46,7 @@ class PrivateGradient:
 
         expected: rows that a step draws on average over all processes; the realised number is private.
         step: steps made before in the life of the model.
+        Leaves the norm of what it wrote in `norm`. Waits for no device.
         """
         flats, views = self._zeros()
         seen = []
@@ -62,6 +64,8 @@ class PrivateGradient:
             flat.div_(expected)
         for name, p in self._params.items():
             p.grad = views[name]
+        norms = [torch.linalg.vector_norm(flat) for flat in flats]
+        self.norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
         return seen
 
     def _zeros(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:

@@ -22,6 +22,7 @@ from opake.collate import LogicalBatch, Microbatches, RightPaddingCollator, Rows
 from opake.errors import InputError, OptionTypeError
 from opake.functional.batched_engine import adds_router_loss
 from opake.functional.module import in_place
+from opake.functional.nested import map_tensors
 from opake.patches import apply_model_patches, apply_runtime_patches
 from opake.patching.target import locate
 from opake.trainer import card, traps
@@ -132,7 +133,7 @@ class DPTrainer(transformers.Trainer):
         self.model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        batch: LogicalBatch = inputs._replace(microbatches=[self._prepare_input(rows) for rows in inputs.microbatches])
+        batch = self._on_device(inputs)
         gradient, done = self._gradient or self._build_gradient(), self.history.steps
         # counted first: should anything fail from here on, too much is reported and not too little
         self.history.add(self.sampler.rate, self._sigma)
@@ -145,7 +146,22 @@ class DPTrainer(transformers.Trainer):
                 self.state.log_history.append(entry)
         if self.args.log_private_statistics:
             self._statistics.add(seen, batch.rows)
-        return torch.tensor(math.nan, device=self.args.device)
+        return torch.full((), math.nan, device=self.args.device)
+
+    def _on_device(self, batch: LogicalBatch) -> LogicalBatch:
+        """Copied without waiting for the step before, the weights as bool, which need no look at what they hold."""
+        moved = map_tensors(lambda tensor: tensor.to(self.args.device, non_blocking=True), batch)
+        return moved._replace(weights=[weight > 0 for weight in moved.weights])
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Of the noisy gradient, which is public; Transformers would walk through the model to find it."""
+        return (self._gradient or self._build_gradient()).norm
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log:
+            # takes long, so before logging waits for the device; `log` finds it in the accountant's memory
+            self.epsilon()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _build_gradient(self) -> PrivateGradient:
         self._gradient = PrivateGradient(
