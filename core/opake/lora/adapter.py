@@ -68,7 +68,7 @@ class LinearAdapter(nn.Module):
         base_dtype: torch.dtype | None = None,
     ) -> None:
         """Make the two weights for `in_features` and `out_features`, which are set already."""
-        dtype = lora_dtype or base_dtype or torch.get_default_dtype()
+        dtype = next((each for each in (lora_dtype, base_dtype) if each is not None), torch.get_default_dtype())
         check_choices(dim, alpha, dropout, dropout_position, lora_A_init_method, dtype)
         self.dim, self.alpha, self.scale = dim, alpha, alpha / dim
         self.dropout_position = dropout_position
@@ -106,11 +106,17 @@ def check_choices(
         raise InputError(f"dim={dim!r}: the rank of an adapter is a positive int")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise InputError(f"alpha={alpha!r} is a {type(alpha).__name__}; it takes a number")
+    if not math.isfinite(alpha):
+        raise InputError(f"alpha={alpha!r}: it takes a finite number")
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
         raise InputError(f"dropout={dropout!r}: it takes a probability, 0 <= p < 1")
     if dropout_position not in ("pre", "post"):
         raise InputError(f"dropout_position={dropout_position!r}: it takes 'pre' or 'post'")
     if lora_A_init_method not in ("xavier", "uniform"):
         raise InputError(f"lora_A_init_method={lora_A_init_method!r}: it takes 'xavier' or 'uniform'")
+    if not isinstance(dtype, torch.dtype):
+        raise InputError(
+            f"lora_dtype={dtype!r} is a {type(dtype).__name__}; it takes a torch.dtype, e.g. torch.bfloat16"
+        )
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise InputError(f"an adapter cannot be trained in {dtype}; pass lora_dtype, e.g. torch.bfloat16")

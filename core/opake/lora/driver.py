@@ -21,7 +21,7 @@ from opake.patching.state import state_of
 from . import input_grads
 from .merging import merge_into, require_mergeable
 from .plan import Choices, Step, make_plan
-from .targets import Target, as_targets
+from .targets import Target, as_patterns, as_targets
 from .wrapper import AdapterWrapper
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -47,24 +47,25 @@ def apply_lora(
     lora_dtype: torch.dtype | None = None,
     *,
     exclude: Target | Sequence[Target] = (),
-    dim_pattern: Mapping[str, int] | None = None,
-    alpha_pattern: Mapping[str, float] | None = None,
+    dim_pattern: Mapping[Target, int] | None = None,
+    alpha_pattern: Mapping[Target, float] | None = None,
     canonical: bool = False,
 ) -> Model:
     """Freeze a model and put an adapter on every layer that is named; returns the same model.
 
     targets: names, name endings (`"q_proj"`), wildcards (`"*.layers.0.*.q_proj"`), compiled patterns, which must match
-        the whole name, or `"all-linear"`: every linear layer but the head and routers
+        the whole name, or `"all-linear"`: every linear layer, quantised ones too, but the head and routers
     dim, alpha, dropout, dropout_position, lora_A_init_method, lora_dtype: as of `LinearAdapter`
-    exclude: layers to leave out, in the same words
-    dim_pattern, alpha_pattern: other values for layers that a name, ending or wildcard names; the first that fits holds
+    exclude: layers to leave out, by names, endings, wildcards or patterns
+    dim_pattern, alpha_pattern: other values for the layers that such a key names; the first that fits holds
     canonical: a combined layer gets an adapter for each of its parts, which targets may name as if they stood alone
 
     Linear layers become `LoRALinear`, routers `LoRATopKRouter`. Where a checkpointed model has a frozen embedding, its
     output is made to require a gradient, so that adapters get theirs. May be called again for other layers.
 
     Raises:
-        InputError: a target that names nothing or a layer that cannot take an adapter; a choice that does not exist.
+        InputError: a target or exclusion that names nothing, a key of a pattern from which no layer takes its value, or
+            a layer that cannot take an adapter; a choice that does not exist.
         UnsupportedModel: a PEFT model or another wrapper; a model that is patched already. Nothing is changed then.
     """
     _require_bare(model)
@@ -76,7 +77,8 @@ def apply_lora(
         "lora_A_init_method": lora_A_init_method,
         "lora_dtype": lora_dtype,
     }
-    choices = Choices(dim, alpha, dim_pattern, alpha_pattern, rest)
+    patterns = as_patterns(dim_pattern, "dim_pattern"), as_patterns(alpha_pattern, "alpha_pattern")
+    choices = Choices(dim, alpha, *patterns, rest)
     install(model, make_plan(model, as_targets(targets, "targets"), as_targets(exclude, "exclude"), choices, canonical))
     return model
 

@@ -13,17 +13,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from opake.errors import InputError
 from opake_kernels.lora import opake_lora_w
 
 from .adapter import LinearAdapter
+from .branches import BranchedLoRALinear, require_plain
 from .layers import Projection, base_projection, hooked
-from .linear import LoRALinear
-from .norm_linear import NORMS, LayerNormLinear
+from .norm_linear import LayerNormLinear
 from .outputs import product_of
 from .own import with_adapter
-
-WRAPPED = (nn.Linear, LayerNormLinear)
 
 
 class MainBranch:
@@ -53,7 +50,7 @@ class LoRABranch:
         return product + self.adapter(rows).to(product.dtype)
 
 
-class FusedLoRALinear(LoRALinear):
+class FusedLoRALinear(BranchedLoRALinear):
     """A `LoRALinear` that always answers (out, None), its norm, product and adapter in one op where possible.
 
     to_wrap: an nn.Linear or a `LayerNormLinear`; the bias is added inside. adapter: a `LinearAdapter`.
@@ -63,63 +60,21 @@ class FusedLoRALinear(LoRALinear):
     """
 
     def __init__(self, to_wrap: nn.Module, adapter: nn.Module) -> None:
-        require_plain(to_wrap, adapter, WRAPPED)
+        require_plain(to_wrap, adapter, self._wrapped())
         super().__init__(to_wrap, adapter)
 
-    def _make_fused_branches(self) -> tuple[Any, Any]:
-        """(main branch, LoRA branch)."""
-        require_plain(self.to_wrap, self.adapter, WRAPPED)
-        layer: Any = self.to_wrap
-        made: Any = {
-            "in_features": layer.in_features,
-            "out_features": layer.out_features,
-            "tensor_parallel_mode": None,
-            "tensor_parallel_group": None,
-            "sequence_parallel": False,
-            "accumulate_into_main_grad": False,
-        }
-        return self._make_main_branch(**made), self._make_lora_branch(**made)
+    @classmethod
+    def _wrapped(cls) -> tuple[type, ...]:
+        return nn.Linear, LayerNormLinear
 
-    def _make_main_branch(
-        self,
-        *,
-        in_features: int,
-        out_features: int,
-        tensor_parallel_mode: str | None,
-        tensor_parallel_group: Any | None,
-        sequence_parallel: bool,
-        accumulate_into_main_grad: bool,
-    ) -> Any:
-        """Norm, fork and linear layer."""
-        require_no_parallelism(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
-        _require_autograd(accumulate_into_main_grad)
-        self._require_sizes(in_features, out_features)
+    def _main_branch(self, accumulate: bool) -> MainBranch:
+        _require_autograd(accumulate)
         return MainBranch(self.to_wrap)
 
-    def _make_lora_branch(
-        self,
-        *,
-        in_features: int,
-        out_features: int,
-        tensor_parallel_mode: str | None,
-        tensor_parallel_group: Any | None,
-        sequence_parallel: bool,
-        accumulate_into_main_grad: bool,
-    ) -> Any:
-        """linear_in, linear_out and the addition."""
-        require_no_parallelism(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
-        _require_autograd(accumulate_into_main_grad)
-        self._require_sizes(in_features, out_features)
+    def _lora_branch(self, accumulate: bool) -> LoRABranch:
+        _require_autograd(accumulate)
         adapter: Any = self.adapter
         return LoRABranch(adapter)
-
-    def _require_sizes(self, in_features: int, out_features: int) -> None:
-        layer: Any = self.to_wrap
-        if (in_features, out_features) != (layer.in_features, layer.out_features):
-            raise InputError(
-                f"the branch is to map {in_features} to {out_features}, but {type(layer).__name__} maps "
-                f"{layer.in_features} to {layer.out_features}"
-            )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         main, lora = self._make_fused_branches()
@@ -138,27 +93,6 @@ class FusedLoRALinear(LoRALinear):
             return "there is a hook on the base layer"
         base = base_projection(self.to_wrap, nn.Linear, LayerNormLinear)
         return base if isinstance(base, str) else with_adapter(base, self.adapter)
-
-
-def require_plain(layer: nn.Module, adapter: nn.Module, wrapped: tuple[type, ...]) -> None:
-    """Raise InputError unless the layer, its norm and the adapter are of the kinds that can be fused."""
-    if not isinstance(layer, wrapped):
-        names = ", ".join(f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in wrapped)
-        raise InputError(f"unsupported class for the wrapped linear: {type(layer).__name__}; it takes {names}")
-    norm = getattr(layer, "normalization", None)
-    if norm is not None and norm not in NORMS:
-        raise InputError(f"unsupported normalization {norm!r}; it takes {' or '.join(NORMS)}")
-    if not isinstance(adapter, LinearAdapter):
-        raise InputError(f"unsupported class for the LoRA adapter: {type(adapter).__name__}; it takes LinearAdapter")
-
-
-def require_no_parallelism(mode: str | None, group: Any | None, sequence_parallel: bool) -> None:
-    """Raise NotImplementedError for a branch that is to be split between devices."""
-    if mode is not None or group is not None or sequence_parallel:
-        raise NotImplementedError(
-            f"tensor_parallel_mode={mode!r}, tensor_parallel_group={group!r}, sequence_parallel={sequence_parallel!r}: "
-            "LoRA branches are not split between devices; leave them None and False"
-        )
 
 
 def _require_autograd(accumulate_into_main_grad: bool) -> None:

@@ -22,8 +22,10 @@ class LoRALinear(AdapterWrapper):
     """base(x) + adapter(x), in the form in which the base answers.
 
     A tensor comes back as a tensor. (out, bias), ((out, normed), bias) and (out, bias, normed) come back as they are,
-    with the adapter's term in `out`; it is computed from `normed` where there is one. Further arguments go to the base,
-    and to the adapter if its forward takes them; `LinearAdapter` takes none.
+    with the adapter's term in `out`; it is computed from `normed` where there is one, else from x: a layer with a norm
+    inside that does not return the norm's output gets the term of the rows before the norm, which `FusedLoRALinear`
+    computes after it. Further arguments go to the base, and to the adapter if its forward takes them; `LinearAdapter`
+    takes none.
     """
 
     @property

@@ -20,12 +20,20 @@ from .canonical import COMBINED, CanonicalAdapter, Parts, parts_of
 from .gating import gating_module
 from .linear import LoRALinear
 from .router import LoRATopKRouter
-from .shapes import is_conv1d, shape_of
-from .targets import ALL_LINEAR, ROUTER_CLASSES, Target, candidates, is_router_name, lookup, matches, select
+from .shapes import is_linear_map, shape_of
+from .targets import (
+    ALL_LINEAR,
+    ROUTER_CLASSES,
+    Target,
+    candidates,
+    first_naming,
+    is_router_name,
+    matches,
+    named_by,
+    select,
+)
+from .unused import require_exclusions, require_used
 from .wrapper import AdapterWrapper
-
-# a subclass of nn.Linear with a forward of its own is linear still where these write it
-QUANTISED = ("bitsandbytes", "torchao", "transformers.integrations", "torch.ao", "torch.nn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +42,15 @@ class Choices:
 
     dim: int
     alpha: float
-    dim_pattern: Mapping[str, int] | None
-    alpha_pattern: Mapping[str, float] | None
+    dim_pattern: Mapping[Target, int]
+    alpha_pattern: Mapping[Target, float]
     rest: Mapping[str, Any]
 
-    def of(self, name: str, dtype: torch.dtype) -> dict[str, Any]:
-        """Checked keyword arguments of the adapter of the layer `name`, whose weight has this dtype."""
-        dim, alpha = lookup(name, self.dim_pattern, self.dim), lookup(name, self.alpha_pattern, self.alpha)
+    def of(self, names: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
+        """Checked keyword arguments of the adapter of the layer with these names, whose weight has this dtype."""
+        narrow, wide = first_naming(names, self.dim_pattern), first_naming(names, self.alpha_pattern)
+        dim = self.dim if narrow is None else self.dim_pattern[narrow]
+        alpha = self.alpha if wide is None else self.alpha_pattern[wide]
         rest = dict(self.rest)
         check_choices(
             dim,
@@ -48,7 +58,7 @@ class Choices:
             rest["dropout"],
             rest["dropout_position"],
             rest["lora_A_init_method"],
-            rest["lora_dtype"] or dtype,
+            dtype if rest["lora_dtype"] is None else rest["lora_dtype"],
         )
         return {"dim": dim, "alpha": alpha, **rest}
 
@@ -62,6 +72,12 @@ class Step:
     kind: type[AdapterWrapper]
     choices: Mapping[str, dict[str, Any]]
     parts: Parts | None = None
+
+    def names(self) -> list[tuple[str, ...]]:
+        """The names by which patterns may call each adapter of the layer."""
+        if self.parts is None:
+            return [(self.name,)]
+        return [part_names(self.name, part) for part in self.choices]
 
     def build(self) -> AdapterWrapper:
         """The wrapper with its new adapter; the model does not know it yet."""
@@ -86,16 +102,33 @@ def make_plan(
     """The steps for every layer that is named.
 
     Raises:
-        InputError: a target that names nothing, a layer that cannot take an adapter or has one, a choice that does not
-            exist.
+        InputError: a target, exclusion or pattern that names nothing, a layer that cannot take an adapter or has one, a
+            choice that does not exist.
     """
     combined = _combined(model) if canonical else {}
     found = _parts_named(combined, targets, exclude)
     served = [target for target in targets if any(_hits(target, name, parts) for name, parts in combined.items())]
     steps = [_split_step(model, name, combined[name], parts, choices) for name, parts in found.items()]
     named = select(model, targets, exclude, served)
+    _require_exclusions(model, targets, exclude, combined)
     steps += [_step(name, module, choices, canonical) for name, module in named.items() if name not in combined]
-    return _without_inner(steps)
+    kept = _without_inner(steps)
+    adapted = [names for step in kept for names in step.names()]
+    require_used(model, adapted, {"dim_pattern": choices.dim_pattern, "alpha_pattern": choices.alpha_pattern})
+    return kept
+
+
+def _require_exclusions(
+    model: nn.Module, targets: Sequence[Target], exclude: Sequence[Target], combined: Mapping[str, Parts]
+) -> None:
+    if not exclude:
+        return
+    parts = {part_names(name, part): (name, part) for name, found in combined.items() for part in found}
+    targeted = [names[0] for names, (name, part) in parts.items() if _any(targets, name, part)]
+    for name, module in candidates(model):
+        if any(named_by(name, module, target, model) for target in targets):
+            targeted.append(name)
+    require_exclusions(model, exclude, targeted, [name for names in parts for name in names])
 
 
 def _without_inner(steps: list[Step]) -> list[Step]:
@@ -118,15 +151,12 @@ def kind_of(name: str, module: nn.Module) -> type[AdapterWrapper]:
         raise InputError(
             f"{name} is an embedding; the layers of opake.lora go on linear layers and routers, PEFT has it"
         )
-    own_forward = type(module).forward is not nn.Linear.forward
-    if is_router_name(name) and _routes(module):
+    if isinstance(module, nn.Linear):
+        shape_of(module)
+    if (is_router_name(name) or type(module).__name__.endswith(ROUTER_CLASSES)) and _routes(module):
         return LoRATopKRouter
-    if is_conv1d(module) or (isinstance(module, nn.Linear) and not own_forward):
+    if is_linear_map(module):
         return LoRALinear
-    if isinstance(module, nn.Linear) and type(module).__module__.startswith(QUANTISED):
-        return LoRALinear
-    if _routes(module) and type(module).__name__.endswith(ROUTER_CLASSES):
-        return LoRATopKRouter
     raise InputError(
         f"{name} is a {type(module).__name__}, which is neither a linear layer nor a router; name layers inside it, "
         "or leave it out with exclude"
@@ -149,14 +179,13 @@ def _step(name: str, module: nn.Module, choices: Choices, canonical: bool) -> St
         )
     kind = kind_of(name, module)
     holder = gating_module(module)[1] if kind is LoRATopKRouter else module
-    return Step(name, module, kind, {"": choices.of(name, shape_of(holder).dtype)})
+    return Step(name, module, kind, {"": choices.of([name], shape_of(holder).dtype)})
 
 
 def _split_step(model: nn.Module, name: str, parts: Parts, adapted: list[str], choices: Choices) -> Step:
     module = model.get_submodule(name)
     kind, dtype = kind_of(name, module), shape_of(module).dtype
-    prefix = name.rpartition(".")[0]
-    return Step(name, module, kind, {p: choices.of(f"{prefix}.{p}", dtype) for p in adapted}, parts)
+    return Step(name, module, kind, {part: choices.of(part_names(name, part), dtype) for part in adapted}, parts)
 
 
 def _combined(model: nn.Module) -> dict[str, Parts]:
@@ -186,9 +215,13 @@ def _any(targets: Sequence[Target], name: str, part: str) -> bool:
     return any(_names_part(target, name, part) for target in targets)
 
 
+def part_names(name: str, part: str) -> tuple[str, str]:
+    """The name that a part of a combined layer would have alone, and that of the layer."""
+    return f"{name.rpartition('.')[0]}.{part}".removeprefix("."), name
+
+
 def _names_part(target: Target, name: str, part: str) -> bool:
-    alone = f"{name.rpartition('.')[0]}.{part}"
-    return target == ALL_LINEAR or matches(name, target) or matches(alone, target)
+    return target == ALL_LINEAR or any(matches(each, target) for each in part_names(name, part))
 
 
 def _hits(target: Target, name: str, parts: Parts) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 from opake.errors import InputError
 
-from .shapes import is_conv1d
+from .shapes import is_conv1d, is_linear_map
 from .wrapper import AdapterWrapper
 
 Target = str | re.Pattern[str]
@@ -39,9 +39,9 @@ def matches(name: str, target: Target) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def lookup(name: str, patterns: Mapping[str, Value] | None, default: Value) -> Value:
-    """The value of the first pattern that names the module, else `default`."""
-    return next((value for target, value in (patterns or {}).items() if matches(name, target)), default)
+def first_naming(names: Sequence[str], patterns: Mapping[Target, Value]) -> Target | None:
+    """The first pattern that gives a layer with these names its value; None if no pattern names it."""
+    return next((each for each in patterns if any(matches(name, each) for name in names)), None)
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -64,15 +64,17 @@ def select(
     Raises:
         InputError: a target that names nothing, unless it is `served` otherwise, with the nearest names.
     """
+    if not targets:
+        raise InputError("targets is empty, so no layer would get an adapter; name some, or pass 'all-linear'")
     known = dict(candidates(model))
     found: dict[str, nn.Module] = {}
     for target in targets:
-        named = {name: module for name, module in known.items() if _named(name, module, target, model)}
+        named = {name: module for name, module in known.items() if named_by(name, module, target, model)}
         if not named and target not in served:
-            raise InputError(f"no module of {type(model).__name__} is named by {_shown(target)}{_hint(target, known)}")
+            raise names_nothing(model, target, known)
         found |= {name: m for name, m in named.items() if not any(matches(name, each) for each in exclude)}
     if not found and not served:
-        raise InputError(f"every module that {', '.join(map(_shown, targets))} name is excluded")
+        raise InputError(f"every module that {', '.join(map(shown, targets))} names is excluded")
     return found
 
 
@@ -84,17 +86,32 @@ def as_targets(value: Any, what: str) -> list[Target]:
     raise InputError(f"{what}={value!r:.80}: it takes names, wildcards or compiled patterns, one or a list of them")
 
 
+def as_patterns(value: Any, what: str) -> dict[Target, Any]:
+    """Values for single layers by what names them; InputError for anything but a mapping."""
+    found = {} if value is None else value
+    if isinstance(found, Mapping) and all(isinstance(each, str | re.Pattern) for each in found):
+        return dict(found)
+    raise InputError(
+        f"{what}={value!r:.80}: it takes a mapping from names, wildcards or compiled patterns to values, "
+        'e.g. {"q_proj": 16}'
+    )
+
+
+def names_nothing(model: nn.Module, target: Target, known: Mapping[str, nn.Module], what: str = "") -> InputError:
+    """The error of a target that names no module, with the nearest name."""
+    return InputError(f"{what}no module of {type(model).__name__} is named by {shown(target)}{_hint(target, known)}")
+
+
 def is_router_name(name: str) -> bool:
     """Whether a module of this name routes tokens to experts."""
     return name.rpartition(".")[2] in ROUTERS
 
 
-def _named(name: str, module: nn.Module, target: Target, model: nn.Module) -> bool:
+def named_by(name: str, module: nn.Module, target: Target, model: nn.Module) -> bool:
+    """Whether `target`, `"all-linear"` included, is about this module."""
     if target != ALL_LINEAR:
         return matches(name, target)
-    head = _head_of(model)
-    plain = type(module) is nn.Linear or is_conv1d(module)
-    return plain and module is not head and not _routes(name, model)
+    return module is not _head_of(model) and not _routes(name, model) and is_linear_map(module)
 
 
 def _routes(name: str, model: nn.Module) -> bool:
@@ -112,7 +129,8 @@ def _head_of(model: nn.Module) -> nn.Module | None:
     return probe() if callable(probe) else None
 
 
-def _shown(target: Target) -> str:
+def shown(target: Target) -> str:
+    """A target as it is written in messages."""
     return repr(target.pattern) if isinstance(target, re.Pattern) else repr(target)
 
 

@@ -16,62 +16,42 @@ from opake.errors import MissingDependency
 from opake.transforms import inside_transform
 
 from .adapter import LinearAdapter
-from .fused import require_no_parallelism, require_plain
+from .branches import BranchedLoRALinear, parallelism, require_no_parallelism, require_plain
 from .layers import hooked
-from .linear import LoRALinear
 from .outputs import product_of
 
 
-class TEFusedLoRALinear(LoRALinear):
+class TEFusedLoRALinear(BranchedLoRALinear):
     """A `LoRALinear` on Transformer Engine's fused operations; answers (out, None).
 
     to_wrap: te.Linear, te.LayerNormLinear or nn.Linear. adapter: a `LinearAdapter`. Disabled, with hooks on the layers
-    inside, under `functional_call` and inside transforms, of which Transformer Engine knows nothing, it is a plain
-    `LoRALinear` whose answer is put in the same form.
+    inside or subclasses in their places, under `functional_call` and inside transforms, of which Transformer Engine
+    knows nothing, it is a plain `LoRALinear` whose answer is put in the same form.
 
     Raises MissingDependency (an ImportError) without Transformer Engine, InputError (a ValueError) for another wrapped
     class, adapter or normalisation, NotImplementedError for tensor parallelism.
     """
 
     def __init__(self, to_wrap: nn.Module, adapter: nn.Module) -> None:
-        require_plain(to_wrap, adapter, _wrapped())
-        require_no_parallelism(*_parallelism(to_wrap))
+        require_plain(to_wrap, adapter, self._wrapped())
+        require_no_parallelism(*parallelism(to_wrap))
         super().__init__(to_wrap, adapter)
         # in a tuple, so that the branches are no submodules and their parameters are not listed twice
         self._fused_branches: tuple[Any, ...] = ()
         self._fused_parameters: tuple[Any, ...] = ()
 
-    def _make_fused_branches(self) -> tuple[Any, Any]:
-        """(main branch, LoRA branch), each a te.ops.Sequential."""
-        layer: Any = self.to_wrap
-        require_plain(layer, self.adapter, _wrapped())
-        mode, group, sequence = _parallelism(layer)
-        made: Any = {
-            "in_features": layer.in_features,
-            "out_features": layer.out_features,
-            "tensor_parallel_mode": mode,
-            "tensor_parallel_group": group,
-            "sequence_parallel": sequence,
-            "accumulate_into_main_grad": bool(getattr(layer, "fuse_wgrad_accumulation", False)),
-        }
-        return self._make_main_branch(**made), self._make_lora_branch(**made)
+    @classmethod
+    def _wrapped(cls) -> tuple[type, ...]:
+        _ops()
+        te = _import("transformer_engine.pytorch")
+        return te.Linear, te.LayerNormLinear, nn.Linear
 
-    def _make_main_branch(
-        self,
-        *,
-        in_features: int,
-        out_features: int,
-        tensor_parallel_mode: str | None,
-        tensor_parallel_group: Any | None,
-        sequence_parallel: bool,
-        accumulate_into_main_grad: bool,
-    ) -> Any:
-        """Norm, fork and linear layer, on the parameters of `to_wrap`."""
-        require_no_parallelism(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+    def _main_branch(self, accumulate: bool) -> Any:
+        """A te.ops.Sequential on the parameters of `to_wrap`."""
         ops, layer = _ops(), self.to_wrap
         branch = ops.Sequential()
         if getattr(layer, "normalization", None) is not None:
-            branch.append(_norm(ops, layer, in_features))
+            branch.append(_norm(ops, layer))
             branch.append(ops.Quantize(forward=True, backward=False))
         # the gradient of the fork is accumulated by the backward product
         branch.append(ops.MakeExtraOutput(in_place=True))
@@ -79,21 +59,11 @@ class TEFusedLoRALinear(LoRALinear):
         bias: Any = getattr(layer, "bias", None)
         # Transformer Engine keeps an empty tensor where there is no bias
         bias = bias if bias is not None and bias.numel() else None
-        branch.append(_linear(ops, weight, bias, accumulate_into_main_grad))
+        branch.append(_linear(ops, weight, bias, accumulate))
         return branch
 
-    def _make_lora_branch(
-        self,
-        *,
-        in_features: int,
-        out_features: int,
-        tensor_parallel_mode: str | None,
-        tensor_parallel_group: Any | None,
-        sequence_parallel: bool,
-        accumulate_into_main_grad: bool,
-    ) -> Any:
-        """linear_in, linear_out, scale and dropout of the adapter, and the addition to the main product."""
-        require_no_parallelism(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+    def _lora_branch(self, accumulate: bool) -> Any:
+        """A te.ops.Sequential on the adapter's parameters: its two products, scale and dropout, and the addition."""
         ops, adapter = _ops(), cast(LinearAdapter, self.adapter)
         dropout = adapter.dropout.p if isinstance(adapter.dropout, nn.Dropout) else 0.0
         branch = ops.Sequential()
@@ -102,7 +72,7 @@ class TEFusedLoRALinear(LoRALinear):
         for part in (adapter.linear_in, adapter.linear_out):
             weight: Any = part.weight
             # an adapter that Megatron does not know has no main gradient to add to
-            branch.append(_linear(ops, weight, None, accumulate_into_main_grad and hasattr(weight, "main_grad")))
+            branch.append(_linear(ops, weight, None, accumulate and hasattr(weight, "main_grad")))
         if adapter.scale != 1:
             branch.append(ops.ConstantScale(adapter.scale))
         if dropout and adapter.dropout_position == "post":
@@ -112,7 +82,8 @@ class TEFusedLoRALinear(LoRALinear):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         parameters = tuple(self.parameters())
-        if not self._adapter_enabled or self._is_hooked() or inside_transform() or not _all_real(parameters):
+        plain = self._adapter_enabled and self._is_usual() and not self._is_hooked()
+        if not plain or inside_transform() or not _all_real(parameters):
             return product_of(super().forward(x)), None
         if len(parameters) != len(self._fused_parameters) or any(
             now is not then for now, then in zip(parameters, self._fused_parameters, strict=True)
@@ -125,12 +96,23 @@ class TEFusedLoRALinear(LoRALinear):
         with _without_fp8():
             return lora(rows, product), None
 
+    def _is_usual(self) -> bool:
+        """Whether layer and adapter compute what their weights say: no subclass, no other parts."""
+        adapter: Any = self.adapter
+        parts, drop = (adapter.linear_in, adapter.linear_out), adapter.dropout
+        usual = type(self.to_wrap) in self._wrapped() and type(adapter) is LinearAdapter
+        return usual and type(drop) in (nn.Identity, nn.Dropout) and all(_is_bare(part) for part in parts)
+
     def _is_hooked(self) -> bool:
         return hooked(self.to_wrap) or any(hooked(module) for module in self.adapter.modules())
 
     def __getstate__(self) -> dict[str, Any]:
         # branches are rebuilt from the parameters of the copy
         return {**super().__getstate__(), "_fused_branches": (), "_fused_parameters": ()}
+
+
+def _is_bare(part: nn.Module) -> bool:
+    return type(part) is nn.Linear and part.bias is None
 
 
 def _all_real(parameters: tuple[Any, ...]) -> bool:
@@ -152,12 +134,6 @@ def _ops() -> Any:
     return _import("transformer_engine.pytorch.ops")
 
 
-def _wrapped() -> tuple[type, ...]:
-    _ops()
-    te = _import("transformer_engine.pytorch")
-    return te.Linear, te.LayerNormLinear, nn.Linear
-
-
 def _without_fp8() -> Any:
     te = _import("transformer_engine.pytorch")
     # the newer name first
@@ -165,17 +141,10 @@ def _without_fp8() -> Any:
     return switch(enabled=False)
 
 
-def _parallelism(layer: Any) -> tuple[str | None, Any | None, bool]:
-    """(mode, group, sequence parallel) of a layer that is split between devices; None, None, False of any other."""
-    if getattr(layer, "tp_size", 1) == 1:
-        return None, None, False
-    return layer.parallel_mode, layer.tp_group, bool(getattr(layer, "sequence_parallel", False))
-
-
-def _norm(ops: Any, layer: Any, features: int) -> Any:
+def _norm(ops: Any, layer: Any) -> Any:
     kind = getattr(ops, layer.normalization)
     op = kind(
-        features,
+        layer.in_features,
         eps=layer.eps,
         device="meta",
         dtype=layer.layer_norm_weight.dtype,
