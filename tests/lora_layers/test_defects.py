@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.lora import config as lora_config
 from torch.func import functional_call, grad, vmap
 
 from opake.functional import per_example_grads
@@ -198,12 +199,41 @@ def test_9_saved_modules_are_trained() -> None:
     assert_same(model, twin, {"qkv": 2, "w": 6})
 
 
-def test_10_variants_are_left_to_peft() -> None:
-    model = peft_model(use_dora=True)
+def variant(name: str, **settings: Any) -> dict[str, Any]:
+    """The option of a LoraConfig that switches a variant on; empty where the installed PEFT does not have it."""
+    option = {"KasaConfig": "kasa_config", "VeloraConfig": "velora_config"}.get(name)
+    option = option or {"MontecloraConfig": "monteclora_config", "BdLoraConfig": "use_bdlora"}[name]
+    cls = getattr(lora_config, name, None)
+    return {} if cls is None else {option: cls(**settings)}
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"use_dora": True}, "DoraLinearVariant"),
+    "dora with dropout": ({"use_dora": True, "lora_dropout": 0.5}, r"DoraLinearVariant|LoRA dropout \(p=0\.5"),
+    "activated": ({"alora_invocation_tokens": [5]}, "ALoraLinearVariant"),
+    "singular values": (variant("KasaConfig"), "KasaLinearVariant"),
+    "velora": (variant("VeloraConfig"), "VeloraLinearVariant"),
+    "monte carlo": (variant("MontecloraConfig"), "MontecloraLinearVariant"),
+    "block diagonal": (variant("BdLoraConfig", match_strict=False, target_modules_bd_a=["q_proj"]), "BdLoraLinearV"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_10_variants_are_left_to_peft(name: str) -> None:
+    options, message = VARIANTS[name]
+    if not options:
+        pytest.skip("this PEFT does not have the variant")
+    model = peft_model(**options)
     twin = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="the adapter is a DoraLinearVariant"):
+    with pytest.warns(UserWarning, match=message):
         apply_lora_kernel_patches(model, ALL)
-    assert_same(model, twin, {})
+    results = []
+    for each in (model, twin):
+        torch.manual_seed(3)
+        results.append(gradients(each))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    assert relative_error(results[0][1], results[1][1]) < 1e-9
+    assert fused(results[0][0]) == {}
 
 
 def test_10_adalora_is_no_lora() -> None:

@@ -105,6 +105,17 @@ def test_what_stands_between_is_not_passed_over(x: torch.Tensor) -> None:
     torch.testing.assert_close(hooked(x)[0], want)
 
 
+class Negative(LinearAdapter):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -super().forward(x)
+
+
+def test_an_adapter_of_another_class_computes_itself(x: torch.Tensor) -> None:
+    base = nn.Linear(6, 4).double().requires_grad_(False)
+    fusion = randomised(FusedLoRALinear(base, Negative(base, dim=2)))
+    torch.testing.assert_close(fusion(x)[0], base(x) + fusion.adapter(x))
+
+
 def test_a_trained_norm_gets_its_gradient_through_both_branches(x: torch.Tensor) -> None:
     fusion = layer()
     gamma = fusion.to_wrap.layer_norm_weight.requires_grad_()

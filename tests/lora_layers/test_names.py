@@ -35,6 +35,7 @@ DOCUMENT: dict[str, dict[str, Any]] = {
     "LinearAdapter.__init__": {"orig_linear": EMPTY, **ADAPTER},
     "LinearAdapter._init_adapter": {**ADAPTER, "device": None, "base_dtype": None},
     "LinearAdapter.forward": {"x": EMPTY},
+    "AdapterWrapper.__init__": {"to_wrap": EMPTY, "adapter": EMPTY},
     "LoRALinear.forward": {"x": EMPTY, "args": EMPTY, "kwargs": EMPTY},
     "LoRATopKRouter.forward": {"x": EMPTY, "args": EMPTY, "kwargs": EMPTY},
     "TEFusedLoRALinear.__init__": {"to_wrap": EMPTY, "adapter": EMPTY},

@@ -239,6 +239,34 @@ def test_megatrons_form() -> None:
         torch.testing.assert_close(got[name], want)
 
 
+class WithZLoss(Megatron):
+    """Its routing keeps the z-loss and the auxiliary loss of the logits, as Megatron's does."""
+
+    def routing(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        self.z_loss = torch.logsumexp(logits, -1).square().mean()
+        probabilities = logits.softmax(-1)
+        chosen = functional.one_hot(logits.topk(2, -1).indices, 4).sum(1).to(logits.dtype)
+        self.aux_loss = (probabilities.mean(0) * chosen.mean(0)).sum()
+        return probabilities, logits
+
+
+@pytest.mark.parametrize("name", ["z_loss", "aux_loss"])
+def test_z_loss_and_auxiliary_loss_have_the_term_and_its_gradient(name: str) -> None:
+    base, x = WithZLoss(), torch.randn(5, 6, **SIZE)
+    router = randomised(LoRATopKRouter(base, LinearAdapter(base, dim=2)))
+    twin = WithZLoss()
+    twin.load_state_dict(base.state_dict())
+    A, B = router.adapter.linear_in.weight, router.adapter.linear_out.weight
+    router(x)
+    twin.routing(1.5 * x @ (base.weight + router.adapter.scale * B @ A).T)
+    got, want = getattr(base, name), getattr(twin, name)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, (A, B)), torch.autograd.grad(want, (A, B)))
+    router.disable_adapter_layers()
+    router(x)
+    assert not torch.allclose(getattr(base, name), got)
+
+
 def test_forced_load_balancing_comes_after_the_term() -> None:
     base, x = Megatron(forced=True), torch.randn(5, 6, **SIZE)
     router = randomised(LoRATopKRouter(base, LinearAdapter(base, dim=2)))

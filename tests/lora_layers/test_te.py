@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
 import sys
-from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from opake.errors import MissingDependency
 from opake.lora import LinearAdapter, TEFusedLoRALinear
 
 from .subjects import loop_and_vmap, randomised
+from .te_stand_in import SIGNATURES, LayerNormLinear, TELinear, fp8, install, signature_of
 
 BRANCH = {
     "in_features": 6,
@@ -30,149 +28,10 @@ BRANCH = {
 }
 
 
-class Op(nn.Module):
-    """An operation of the stand-in; `made` is how it was constructed."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        self.made = (args, kwargs)
-
-
-class Linear(Op):
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, device: str, dtype: Any, **rest: Any
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype, **rest)
-        names = ("tensor_parallel_mode", "tensor_parallel_group", "sequence_parallel", "accumulate_into_main_grad")
-        assert set(rest) == set(names)
-        assert device == "meta", "no second copy of the weights"
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-
-    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-
-class Norm(Op):
-    def __init__(self, shape: int, *, eps: float, device: str, dtype: Any, zero_centered_gamma: bool) -> None:
-        super().__init__(shape, eps=eps, zero_centered_gamma=zero_centered_gamma)
-        self.eps, self.centred = eps, zero_centered_gamma
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-
-class LayerNorm(Norm):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.bias = nn.Parameter(torch.empty_like(self.weight))
-
-    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
-        return functional.layer_norm(x, x.shape[-1:], self.weight + self.centred, self.bias, self.eps)
-
-
-class RMSNorm(Norm):
-    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
-        return functional.rms_norm(x, x.shape[-1:], self.weight + self.centred, self.eps)
-
-
-class Quantize(Op):
-    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
-        assert self.made[1] == {"forward": True, "backward": False}
-        return x
-
-
-class Dropout(Op):
-    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
-        return functional.dropout(x, self.made[0][0], self.training)
-
-
-class ConstantScale(Op):
-    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
-        return x * self.made[0][0]
-
-
-class MakeExtraOutput(Op):
-    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
-        assert self.made[1] == {"in_place": True}
-        extra.append(x)
-        return x
-
-
-class AddExtraInput(Op):
-    def run(self, x: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
-        assert self.made[1] == {"in_place": True}
-        return x + extra.pop()
-
-
-class Sequential(nn.Module):
-    """The fuser's container: extra outputs after the output, extra inputs after the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops = nn.ModuleList()
-
-    def append(self, op: Op) -> Sequential:
-        self.ops.append(op)
-        return self
-
-    def forward(self, x: torch.Tensor, *extra: torch.Tensor) -> Any:
-        fp8.append(state.fp8)
-        waiting = list(extra)
-        for op in self.ops:
-            x = op.run(x, waiting)  # type: ignore[operator]
-        return (x, *waiting) if waiting else x
-
-
-class TELinear(nn.Linear):
-    """As te.Linear: an empty tensor where there is no bias."""
-
-
-class LayerNormLinear(nn.Module):
-    """As te.LayerNormLinear."""
-
-    def __init__(self, normalization: str, centred: bool = False) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.eps = 6, 4, 1e-5
-        self.normalization, self.zero_centered_gamma = normalization, centred
-        self.layer_norm_weight = nn.Parameter(torch.randn(6))
-        self.layer_norm_bias = nn.Parameter(torch.randn(6)) if normalization == "LayerNorm" else None
-        self.weight, self.bias = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(4))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        gamma = self.layer_norm_weight + self.zero_centered_gamma
-        if self.normalization == "LayerNorm":
-            normed = functional.layer_norm(x, (6,), gamma, self.layer_norm_bias, self.eps)
-        else:
-            normed = functional.rms_norm(x, (6,), gamma, self.eps)
-        return (functional.linear(normed, self.weight, self.bias), normed), None
-
-
-state = SimpleNamespace(fp8=True)
-fp8: list[bool] = []
-
-
-@contextlib.contextmanager
-def fp8_autocast(enabled: bool) -> Iterator[None]:
-    before, state.fp8 = state.fp8, enabled
-    yield
-    state.fp8 = before
-
-
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The stand-in under the names of Transformer Engine."""
-    ops: Any = ModuleType("transformer_engine.pytorch.ops")
-    for op in (Linear, LayerNorm, RMSNorm, Quantize, Dropout, ConstantScale, MakeExtraOutput, AddExtraInput):
-        setattr(ops, op.__name__, op)
-    ops.Sequential = Sequential
-    pytorch: Any = ModuleType("transformer_engine.pytorch")
-    pytorch.Linear, pytorch.LayerNormLinear = TELinear, LayerNormLinear
-    pytorch.fp8_autocast, pytorch.ops = fp8_autocast, ops
-    root: Any = ModuleType("transformer_engine")
-    root.pytorch = pytorch
-    for module in (root, pytorch, ops):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    fp8.clear()
-    return pytorch
+    return install(monkeypatch)
 
 
 def subject(base: nn.Module | None = None, **choices: Any) -> Any:
@@ -191,6 +50,7 @@ BASES: dict[str, Any] = {
     "te linear": lambda: TELinear(6, 4),
     "torch linear": lambda: nn.Linear(6, 4),
     "no bias": lambda: nn.Linear(6, 4, bias=False),
+    "empty bias": lambda: TELinear(6, 4, bias=False),
 }
 
 
@@ -217,11 +77,64 @@ def test_the_operations_are_those_of_the_fuser(te: Any) -> None:
     assert main.ops[3].weight is layer.to_wrap.weight
     assert main.ops[3].bias is layer.to_wrap.bias
     assert lora.ops[1].weight is layer.adapter.linear_in.weight
-    assert lora.ops[3].made[0] == (16.0,)
+    assert lora.ops[2].weight is layer.adapter.linear_out.weight
+    assert (lora.ops[0].p, lora.ops[3].scale) == (0.5, 16.0)
     after = subject(nn.Linear(6, 4), dropout=0.5, dropout_position="post", dim=32, alpha=32)
     main, lora = after._make_fused_branches()
     assert kinds(main) == ["MakeExtraOutput", "Linear"]
     assert kinds(lora) == ["Linear", "Linear", "Dropout", "AddExtraInput"]
+
+
+def test_the_stand_in_takes_what_is_documented(te: Any) -> None:
+    for name, arguments in SIGNATURES.items():
+        assert signature_of(getattr(te.ops, name)) == arguments, name
+
+
+@pytest.mark.parametrize("post", [False, True])
+def test_dropout_is_that_of_the_fuser(te: Any, post: bool) -> None:
+    layer, x = subject(dropout=0.5, dropout_position="post" if post else "pre"), torch.randn(3, 6, dtype=torch.float64)
+    torch.manual_seed(0)
+    out = layer(x)[0]
+    torch.manual_seed(0)
+    torch.testing.assert_close(out, layer._separately(x)[0][0])
+    assert fp8 == [True, False]
+    assert not torch.equal(layer(x)[0], out)
+    layer.eval()
+    assert torch.equal(layer(x)[0], layer(x)[0])
+
+
+class Negative(LinearAdapter):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -super().forward(x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("what", ["adapter", "layer", "part", "dropout"])
+def test_what_the_fuser_would_compute_otherwise_takes_its_own_forward(te: Any, what: str) -> None:
+    base = (Doubled(6, 4) if what == "layer" else nn.Linear(6, 4)).double().requires_grad_(False)
+    kind = Negative if what == "adapter" else LinearAdapter
+    layer: Any = randomised(TEFusedLoRALinear(base, kind(base, dim=2)))
+    if what == "part":
+        layer.adapter.linear_out = nn.Linear(2, 4).double()
+    if what == "dropout":
+        layer.adapter.dropout = nn.Tanh()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    torch.testing.assert_close(layer(x)[0], base(x) + layer.adapter(x))
+    assert fp8 == []
+
+
+def test_main_gradients_are_those_of_the_layer_that_has_them(te: Any) -> None:
+    base: Any = TELinear(6, 4)
+    base.fuse_wgrad_accumulation = True
+    layer = subject(base)
+    layer.adapter.linear_in.weight.main_grad = torch.zeros(2, 6)
+    main, lora = layer._make_fused_branches()
+    assert main.ops[-1].accumulate_into_main_grad
+    assert [op.accumulate_into_main_grad for op in lora.ops[:2]] == [True, False]
 
 
 def test_the_branches_are_lazy_no_submodules_and_follow_the_parameters(te: Any) -> None:
@@ -302,6 +215,8 @@ def test_for_real(norm: str | None) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     pytorch: Any = importlib.import_module("transformer_engine.pytorch")
+    for name, arguments in SIGNATURES.items():
+        assert signature_of(getattr(pytorch.ops, name))[: len(arguments)] == arguments, name
     made: Any = {"params_dtype": torch.bfloat16, "device": "cuda"}
     if norm is None:
         base = pytorch.Linear(64, 32, **made)

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from opake import hf
 from opake.errors import InputError, PatchError, UnsupportedModel
@@ -172,6 +173,9 @@ def _require_bare(model: Any) -> None:
             f"{type(model).__name__} wraps a {type(inner).__name__}; put adapters on the model inside, before it is "
             "wrapped (merge_and_unload() takes PEFT's adapters off)"
         )
+    lazy = next((name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)), None)
+    if lazy is not None:
+        raise InputError(f"{lazy} has no shape before the first forward of {type(model).__name__}; run one first")
     _require_unpatched(model)
 
 

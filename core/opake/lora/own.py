@@ -27,8 +27,9 @@ def own_projection(module: Any) -> Projection | str:
 
 def with_adapter(base: Projection, adapter: Any) -> Projection | str:
     """`base` with a `LinearAdapter` on it, or why the two are not one product."""
-    if type(adapter) is not LinearAdapter:
-        return f"the adapter is a {type(adapter).__name__}"
+    kind = type(adapter)
+    if kind is not LinearAdapter:
+        return f"the adapter is a {kind.__name__}"
     dropout, down, up = (adapter._modules[name] for name in ("dropout", "linear_in", "linear_out"))
     if type(dropout) is not nn.Identity and not (
         type(dropout) is nn.Dropout and (not dropout.training or not dropout.p)

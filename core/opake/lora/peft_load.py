@@ -21,7 +21,7 @@ from .gating import gating_module
 from .peft_settings import read_settings, require_plain
 from .plan import Choices, Step, make_plan
 from .shapes import shape_of
-from .targets import is_router_name
+from .targets import Target, is_router_name
 from .wrapper import AdapterWrapper
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -178,7 +178,8 @@ def _step(
     rank, owner = A.shape[0], name.rpartition(".")[0]
     own = {f"{owner}.{part}": each for part, each in (ranks or {}).items()} if canonical else {}
     targets = [re.compile(re.escape(each)) for each in own or [name]]
-    choices = Choices(rank, scale * rank, own, {each: scale * r for each, r in own.items()}, rest)
+    dims: dict[Target, int] = {**own}
+    choices = Choices(rank, scale * rank, dims, {each: scale * r for each, r in own.items()}, rest)
     (step,) = make_plan(model, targets, [], choices, canonical)
     return step
 

@@ -151,8 +151,6 @@ def kind_of(name: str, module: nn.Module) -> type[AdapterWrapper]:
         raise InputError(
             f"{name} is an embedding; the layers of opake.lora go on linear layers and routers, PEFT has it"
         )
-    if isinstance(module, nn.Linear):
-        shape_of(module)
     if (is_router_name(name) or type(module).__name__.endswith(ROUTER_CLASSES)) and _routes(module):
         return LoRATopKRouter
     if is_linear_map(module):
