@@ -13,7 +13,7 @@ from opake_kernels.gated import opake_gated_activation
 from opake_kernels.gated_kernels import gated_backward
 from opake_kernels.launch import uses_triton
 
-__all__ = ["activated", "activated_backward"]
+__all__ = ["activated", "activated_backward", "slope_times"]
 
 
 def activated(gate: torch.Tensor, up: torch.Tensor, act: Activation) -> torch.Tensor:
@@ -34,14 +34,14 @@ def activated_backward(
         g, u = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
     value = act.reference(g, None)
     u = u + act.offset if act.offset else u
-    dg, du = _slope_times(act, d * u, g), d * value
+    dg, du = slope_times(act, d * u, g), d * value
     if act.limit:
         dg = dg.masked_fill_(gate > act.limit, 0.0)
         du = du.masked_fill_((up > act.limit) | (up < -act.limit), 0.0)
     return value.mul_(u), dg, du
 
 
-def _slope_times(act: Activation, e: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def slope_times(act: Activation, e: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """e * act'(x)."""
     if act.kind == "silu" and act.alpha == 1.0:
         return torch.ops.aten.silu_backward(e, x)

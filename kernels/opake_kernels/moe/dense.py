@@ -52,16 +52,22 @@ def backward(
     dx = torch.zeros(x.shape, dtype=wide, device=x.device)
     dw = torch.zeros(weight.shape, dtype=wide, device=x.device)
     kinds = {name: dtype for name, dtype, wanted in zip(NAMES, dtypes, need[2:], strict=True) if wanted}
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in kinds}
+    found = {name: _room(name, w, x, dtype) for name, dtype in kinds.items()}
     for e in range(_count(w, x)):
         share = _share(index, weight, e, wide)
         part, inner, products = _expert_backward(_expert(w, e, x), d, x, share, act, paired)
         dx += part
         dw += inner[..., None] * (index == e)
-        for name, parts in found.items():
-            parts.append(products[name]().to(kinds[name]))
-    grads = [torch.stack(found[name], dim=1) if name in found else None for name in NAMES]
+        for name, place in found.items():
+            place[:, e] = products[name]()
+    grads = [found.get(name) for name in NAMES]
     return [dx.to(x.dtype) if need[0] else None, dw.to(weight.dtype) if need[1] else None, *grads]
+
+
+def _room(name: str, w: Weights, x: torch.Tensor, dtype: Any) -> torch.Tensor:
+    """(G, E, ...) for the gradients of a weight, written one expert after another."""
+    tail = getattr(w, name).shape[1:]
+    return torch.empty(x.shape[0], _count(w, x), *tail, dtype=dtype, device=x.device)
 
 
 @dataclass(slots=True)

@@ -197,12 +197,11 @@ class Fused:
         q: torch.Tensor,
         dtype: torch.dtype,
         *,
-        scale: float = 1.0,
         weight: torch.Tensor | None = None,
         gather_p: bool = False,
         gather_q: bool = False,
     ) -> torch.Tensor:
-        """(G, E, m, n): scale * P^T Q over the rows of each example and expert; zeros where there are none."""
+        """(G, E, m, n): P^T Q over the rows of each example and expert; zeros where there are none."""
         G, E, M, N = self.r.G, self.r.E, p.shape[1], q.shape[1]
         ends = self.r.segments()
         out = torch.empty(G, E, M, N, dtype=dtype, device=p.device)
@@ -214,7 +213,7 @@ class Fused:
         NM, NN = cdiv(M, BM), cdiv(N, BN)
         launch(
             segments_kernel, (G * E * NM * NN,), p, p, q, weight if weight is not None else p, self.r.perm, ends, out,
-            NM, NN, self.r.K, M, N, E, G, p.stride(0), q.stride(0), scale,
+            NM, NN, self.r.K, M, N, E, G, p.stride(0), q.stride(0),
             GATHER_P=gather_p, GATHER_Q=gather_q, SCALED=weight is not None, PRECISE=p.dtype == torch.float32,
             BM=BM, BN=BN, BR=BR, num_warps=warps,
         )  # fmt: skip

@@ -6,14 +6,15 @@ example, because a product of the library there rounds by how many rows it has; 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.nn import functional
 
 from opake_kernels.activations import Activation
-from opake_kernels.gated import gated_reference
-from opake_kernels.lora.gate import activated_backward
 
 from .routing import Routing
+from .through import gate_backward, gate_forward
 from .weights import Weights
 
 __all__ = ["Grouped", "alignment"]
@@ -34,7 +35,8 @@ class Grouped:
         self.gathered: dict[int, torch.Tensor] = {}
         # gate and up of forward (S, 2I), for backward where they are kept
         self.kept: torch.Tensor | None = None
-        if routing.by_example:
+        self.ends = routing.ends[None]
+        if routing.by_example and routing.G > 1:
             # each example has the same number of rows, and its ends are counted from its first
             starts = torch.arange(routing.G, device=self.token.device)[:, None] * (self.S // routing.G)
             self.ends = (routing.ends.view(routing.G, -1) - starts).to(torch.int32)
@@ -42,13 +44,13 @@ class Grouped:
     def _gather(self, rows: torch.Tensor) -> torch.Tensor:
         key = id(rows)
         if key not in self.gathered:
-            self.gathered[key] = rows[self.token]
+            self.gathered[key] = rows.index_select(0, self.token)
         return self.gathered[key]
 
     def _product(self, a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """a (S, K) of sorted rows @ w_e (E, K, N)."""
-        if not self.r.by_example:
-            return functional.grouped_mm(a, w, offs=self.r.ends)
+        if len(self.ends) == 1:
+            return functional.grouped_mm(a, w, offs=self.ends[0])
         each = zip(a.split(self.S // self.r.G), self.ends, strict=True)
         return torch.cat([functional.grouped_mm(rows, w, offs=ends) for rows, ends in each])
 
@@ -74,7 +76,9 @@ class Grouped:
         if bias is not None:
             out += self._by_expert(bias)
         if weight is not None:
-            out = out * weight[self.r.perm, None].to(torch.promote_types(weight.dtype, out.dtype))
+            each = weight.index_select(0, self.r.perm)[:, None]
+            # a wider weight keeps its digits until the choices are added
+            out = out * each if each.dtype.itemsize > out.dtype.itemsize else out.mul_(each)
         return self.r.unsorted(out) if scatter else out
 
     def low_rank(self, a: torch.Tensor, w: torch.Tensor | None, scaling: float, gather: bool) -> torch.Tensor | None:
@@ -87,7 +91,12 @@ class Grouped:
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:
         """The sum over the choices of each token, y in slot order."""
-        return y.view(-1, self.r.K, y.shape[1]).sum(1)
+        each = y.view(-1, self.r.K, y.shape[1])
+        if y.dtype.itemsize < 4 or self.r.K == 1:
+            return each.sum(1)
+        # a reduction over so few is slower than their additions
+        first, *rest = each.unbind(1)
+        return functools.reduce(torch.Tensor.add_, rest, first.clone())
 
     def _gate_and_up(self, x: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
         low_rank = None if z is None or self.w.B is None else (z, self.w.B)
@@ -96,7 +105,7 @@ class Grouped:
     def hidden(self, x: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
         """act(gate) * up of the sorted rows."""
         self.kept = self._gate_and_up(x, z)
-        return gated_reference(self.kept, None, self.act, self.paired)
+        return gate_forward(self.kept, self.act, self.paired)
 
     def gate_gradients(
         self,
@@ -111,12 +120,9 @@ class Grouped:
         both = self._gate_and_up(x, z) if self.kept is None else self.kept
         low_rank = None if z_down is None or self.w.A_down is None else (z_down, self.w.A_down.mT)
         dh = self.rows(d, self.w.down, low_rank=low_rank, gather=True)
-        gate, up = (both[:, ::2], both[:, 1::2]) if self.paired else both.chunk(2, dim=1)
-        scaled = dh * weight[self.r.perm, None].to(torch.promote_types(weight.dtype, dh.dtype))
-        hidden, dg, du = activated_backward(scaled.to(dh.dtype), gate.contiguous(), up.contiguous(), self.act)
-        d_weight = self.r.unsorted((dh * hidden).sum(1, dtype=weight.dtype))
-        dgu = torch.stack((dg, du), dim=-1).flatten(1) if self.paired else torch.cat((dg, du), dim=1)
-        return dgu, hidden if need_hidden else None, d_weight
+        each = weight.index_select(0, self.r.perm)[:, None]
+        dgu, hidden, inner = gate_backward(dh, each, both, self.act, self.paired, need_hidden)
+        return dgu, hidden, self.r.unsorted(inner)
 
     def segments(
         self,
@@ -124,12 +130,11 @@ class Grouped:
         q: torch.Tensor,
         dtype: torch.dtype,
         *,
-        scale: float = 1.0,
         weight: torch.Tensor | None = None,
         gather_p: bool = False,
         gather_q: bool = False,
     ) -> torch.Tensor:
-        """(G, E, m, n): scale * P^T Q over the rows of each example and expert; zeros where there are none."""
+        """(G, E, m, n): P^T Q over the rows of each example and expert; zeros where there are none."""
         M, N, r = p.shape[1], q.shape[1], self.r
         p, q = (self._gather(t) if gather else t for t, gather in ((p, gather_p), (q, gather_q)))
         if weight is not None:
@@ -137,9 +142,10 @@ class Grouped:
         if p.device.type == "cpu" and dtype.itemsize > p.dtype.itemsize:
             p, q = p.to(dtype), q.to(dtype)
         out = functional.grouped_mm(_wide(p, 1).mT, _wide(q, 1), offs=r.segments())[:, :M, :N]
-        out = out.unflatten(0, (r.G, r.E) if r.by_example else (r.E, r.G))
-        out = (out if r.by_example else out.transpose(0, 1)).to(dtype)
-        return out * scale if scale != 1.0 else out.contiguous()
+        if r.by_example:
+            return out.unflatten(0, (r.G, r.E)).to(dtype)
+        # a view: a stack of gradients is too large for a copy
+        return out.unflatten(0, (r.E, r.G)).transpose(0, 1).to(dtype)
 
 
 def _padded(z: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

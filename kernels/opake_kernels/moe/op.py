@@ -26,10 +26,10 @@ from . import dense, passes
 from .choice import choose
 from .fused import Fused
 from .grouped import Grouped
-from .routing import route
+from .routing import packed, route, unpacked
 from .weights import NAMES, Weights, gather
 
-__all__ = ["moe_reference", "opake_moe"]
+__all__ = ["opake_moe"]
 
 _OP = "opake_moe"
 Optional = torch.Tensor | None
@@ -51,7 +51,8 @@ def _folded(x: Any, index: Any, weight: Any, given: Sequence[Any], groups: int, 
     return fold_rows(x, groups), fold_rows(index, groups), fold_rows(weight, groups), w
 
 
-def _path(index: torch.Tensor, w: Weights, s: Settings) -> Fused | Grouped:
+def _path(index: torch.Tensor, w: Weights, s: Settings, order: torch.Tensor | None = None) -> Fused | Grouped:
+    """`order`: as forward found it, where that was kept."""
     E = w.sizes[0]
     if not w.shared:
         # experts that differ between examples are experts of one example with more of them
@@ -60,29 +61,36 @@ def _path(index: torch.Tensor, w: Weights, s: Settings) -> Fused | Grouped:
         index = index.reshape(1, -1, index.shape[-1])
     kind = Fused if s.path == "fused" else Grouped
     by_example = s.path == "grouped" and index.device.type == "cpu"
-    return kind(w, route(index, E, by_example), s.act, s.paired)
+    r = route(index, E, by_example) if order is None else unpacked(order, index, E)
+    return kind(w, r, s.act, s.paired)
 
 
 def _forward(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    """(the result, gate and up of the sorted rows where they are kept)."""
+    """(the result, gate and up of the sorted rows where they are kept, and their order)."""
     *given, groups, s = args
     x_GTH, index_GTK, weight_GTK, w = _folded(x, index, weight, given, groups, s)
     lead = x.shape[:groups]
-    # an output must have the groups, also one that stands for nothing
-    nothing = x.new_empty(*lead, 0)
     if not x.numel() or not index.numel():
-        return torch.zeros_like(x), nothing
+        return torch.zeros_like(x), *_unkept(x, lead)
     if s.path == "dense":
-        return dense.forward(x_GTH, index_GTK, weight_GTK, w, s.act, s.paired).view(x.shape), nothing
+        y = dense.forward(x_GTH, index_GTK, weight_GTK, w, s.act, s.paired)
+        return y.view(x.shape), *_unkept(x, lead)
     rows, path = x_GTH.reshape(-1, x.shape[-1]).contiguous(), _path(index_GTK, w, s)
     y = passes.forward(rows, weight_GTK.reshape(-1), path).view(x.shape)
-    # on a CPU the product costs more than the memory; its rows are sorted by example first
-    kept = path.kept if isinstance(path, Grouped) and path.r.by_example else None
-    return y, nothing if kept is None else kept.view(*lead, -1, kept.shape[1])
+    if isinstance(path, Grouped) and path.r.by_example and path.kept is not None:
+        # on a CPU the product costs more than the memory; its rows are sorted by example first
+        order = packed(path.r, x_GTH.shape[0])
+        return y, path.kept.view(*lead, -1, path.kept.shape[1]), order.view(*lead, -1)
+    return y, *_unkept(x, lead)
+
+
+def _unkept(x: torch.Tensor, lead: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nothing, twice: an output must have the groups, also one that stands for nothing."""
+    return x.new_empty(*lead, 0), x.new_empty(*lead, 0)
 
 
 def _backward(grads: Any, saved: Any, need: Any, groups: int, s: Settings) -> list[Optional]:
-    (d,), (x, index, weight, *given, kept) = grads, saved
+    (d,), (x, index, weight, *given, kept, order) = grads, saved
     lead = d.shape[:groups]
     need = [need[0], *need[2:]]
     if not x.numel() or not index.numel():
@@ -93,7 +101,7 @@ def _backward(grads: Any, saved: Any, need: Any, groups: int, s: Settings) -> li
         d_GTH = fold_rows(d, groups)
         found = dense.backward(d_GTH, x_GTH, index_GTK, weight_GTK, w, s.act, s.paired, need, dtypes)
     else:
-        found = _sparse_backward(d, x_GTH, index_GTK, weight_GTK, w, s, need, dtypes, kept)
+        found = _sparse_backward(d, x_GTH, index_GTK, weight_GTK, w, s, need, dtypes, kept, order)
     dx, dw, *rest = found
     dx = None if dx is None else dx.view(d.shape)
     dw = None if dw is None else dw.to(weight.dtype).view(weight.shape)
@@ -102,11 +110,11 @@ def _backward(grads: Any, saved: Any, need: Any, groups: int, s: Settings) -> li
 
 def _sparse_backward(
     d: torch.Tensor, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, w: Weights, s: Settings,
-    need: Sequence[bool], dtypes: Sequence[Any], kept: torch.Tensor,
+    need: Sequence[bool], dtypes: Sequence[Any], kept: torch.Tensor, order: torch.Tensor,
 ) -> list[Optional]:  # fmt: skip
     G, H = x.shape[0], x.shape[-1]
     rows, d_rows = (t.reshape(-1, H).contiguous() for t in (x, d))
-    path = _path(index, w, s)
+    path = _path(index, w, s, order.reshape(G, -1) if order.numel() else None)
     if isinstance(path, Grouped) and kept.numel():
         path.kept = kept.reshape(-1, kept.shape[-1])
     dx, dw, *rest = passes.backward(d_rows, rows, weight.reshape(-1), path, need, dtypes)
@@ -132,33 +140,9 @@ _moe = function_pair(
     backward=_backward,
     roles=(ROWS, ROWS, ROWS, *[SHARED] * len(NAMES)),
     save_inputs=tuple(range(3 + len(NAMES))),
-    save_outputs=(1,),
-    stats=1,
+    save_outputs=(1, 2),
+    stats=2,
 )
-
-
-def moe_reference(
-    x: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    *,
-    activation: str | Activation = "silu",
-    gate_up_bias: Optional = None,
-    down_bias: Optional = None,
-    interleaved: bool = False,
-) -> torch.Tensor:
-    """The plain twin of `opake_moe` for one example: every expert on every token in torch, in the dtype of `x`."""
-    act, out = activation_for(activation), torch.zeros_like(x)
-    for e in range(gate_up_proj.shape[0]):
-        both = x @ gate_up_proj[e].mT
-        both = both if gate_up_bias is None else both + gate_up_bias[e]
-        gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
-        y = act.reference(gate, up) @ down_proj[e].mT
-        y = y if down_bias is None else y + down_bias[e]
-        out = out + y * (top_k_weights * (top_k_index == e)).sum(-1, keepdim=True).to(y.dtype)
-    return out
 
 
 def opake_moe(

@@ -74,11 +74,11 @@ def rows_kernel(
 
 @jit
 def segments_kernel(
-    P, Q, WEIGHT, PERM, ENDS, OUT, NM, NN, TOP, M, N, E, G, row_p, row_q, scale,
+    P, Q, WEIGHT, PERM, ENDS, OUT, NM, NN, TOP, M, N, E, G, row_p, row_q,
     GATHER_P: tl.constexpr, GATHER_Q: tl.constexpr, SCALED: tl.constexpr, PRECISE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """OUT (G, E, M, N): scale * P^T Q over the rows of each (expert, example); the rows of P weighted if SCALED."""
+    """OUT (G, E, M, N): P^T Q over the rows of each (expert, example); the rows of P weighted if SCALED."""
     program = tl.program_id(0)
     segment, place = program // (NM * NN), program % (NM * NN)
     start = tl.load(ENDS + segment - 1, mask=segment > 0, other=0)
@@ -102,7 +102,7 @@ def segments_kernel(
         acc = tl.dot(p, q, acc, input_precision="ieee" if PRECISE else None)
     out = OUT + ((segment % G).to(tl.int64) * E + segment // G) * M * N
     at = m[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(out + at, acc * scale, mask=(m[:, None] < M) & (n[None, :] < N))
+    tl.store(out + at, acc, mask=(m[:, None] < M) & (n[None, :] < N))
 
 
 @jit

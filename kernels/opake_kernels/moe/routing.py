@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Routing", "route"]
+__all__ = ["Routing", "packed", "route", "unpacked"]
 
 
 @dataclass(slots=True)
@@ -28,6 +28,7 @@ class Routing:
     K: int
     by_example: bool
     index: torch.Tensor
+    inverse: torch.Tensor | None = None
 
     def tokens(self) -> torch.Tensor:
         """(S) the token of each sorted row, counted over all examples."""
@@ -42,16 +43,42 @@ class Routing:
 
     def unsorted(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows (S, ...) or (S) in the order of the slots."""
-        out = torch.empty_like(rows)
-        out[self.perm] = rows
-        return out
+        return rows.index_select(0, self.places())
+
+    def places(self) -> torch.Tensor:
+        """(S) the sorted row of each slot."""
+        if self.inverse is None:
+            self.inverse = torch.empty_like(self.perm)
+            self.inverse[self.perm] = torch.arange(self.perm.numel(), device=self.perm.device)
+        return self.inverse
+
+
+def packed(r: Routing, G: int) -> torch.Tensor:
+    """(G, 2 S / G + E): slots, their rows and ends as each example counts them, of rows sorted by example first."""
+    order = torch.cat([t.view(G, -1) for t in (r.perm, r.places(), r.ends)], dim=1)
+    return order if G == 1 else order - _starts(G, r.perm.numel() // G, order.device)
+
+
+def unpacked(order: torch.Tensor, index: torch.Tensor, E: int) -> Routing:
+    """The routing of `index` (G, T, K) again, from `order` (any number of examples, what `packed` made)."""
+    G, _, K = index.shape
+    rows = index.numel() // len(order)
+    if len(order) > 1:
+        order = order + _starts(len(order), rows, order.device)
+    perm, inverse, ends = (t.reshape(-1) for t in order.split((rows, rows, order.shape[1] - 2 * rows), dim=1))
+    return Routing(perm, ends.int(), G, E, K, True, index.long(), inverse)
+
+
+def _starts(G: int, rows: int, device: torch.device) -> torch.Tensor:
+    """(G, 1) the first slot of each example."""
+    return torch.arange(G, device=device)[:, None] * rows
 
 
 def route(index: torch.Tensor, E: int, by_example: bool) -> Routing:
     """index (G, T, K) with entries 0 .. E - 1."""
     G, _, K = index.shape
     index = index.long()
-    keys = index + _examples(index) * E if by_example else index
+    keys = index + _examples(index) * E if by_example and G > 1 else index
     groups = G * E if by_example else E
     # fewer bits are fewer passes
     narrow = torch.int16 if groups < 2**15 and keys.is_cuda else torch.int32
