@@ -18,10 +18,10 @@ SERVED = ("gate_up_proj", "down_proj")
 
 
 def takes(module: nn.Module, parameter: str) -> bool:
-    """Whether adapters of this parameter may be handed over: its experts are ours."""
-    from .install import installed
+    """Whether adapters of this parameter may be handed over: its experts are ours, in this call too."""
+    from .install import serves
 
-    return parameter in SERVED and installed(module)
+    return parameter in SERVED and serves(module)
 
 
 @contextlib.contextmanager

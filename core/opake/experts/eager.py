@@ -38,6 +38,10 @@ def apply(module: nn.Module) -> Undo:
 def _forward(inner: Callable[..., Any], self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if not inside_transform() or hf.experts_name(self) != "eager":
         return inner(self, hidden, *args, **kwargs)
+    return products(hidden)(self, hidden, *args, **kwargs)
+
+
+def products(hidden: torch.Tensor) -> Callable[..., Any]:
+    """Transformers' function that computes any experts without asking which were hit."""
     # grouped products know no float64
-    name = "batched_mm" if hidden.dtype == torch.float64 else "grouped_mm"
-    return hf.experts_functions()[name](self, hidden, *args, **kwargs)
+    return hf.experts_functions()["batched_mm" if hidden.dtype == torch.float64 else "grouped_mm"]

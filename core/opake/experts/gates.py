@@ -17,6 +17,8 @@ from opake.rows.probe import numbers
 from opake_kernels.activations import ACTIVATIONS, Activation
 from opake_kernels.gated import gated_reference
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 class Gate(NamedTuple):
     """activation, and whether the rows of gate and up alternate in the joint projection."""
@@ -28,6 +30,8 @@ class Gate(NamedTuple):
 def gate_of(experts: Any) -> Gate | None:
     """The gate that equals the module's own on a few numbers in float64, or None."""
     limit = _number(experts, "limit")
+    if hooked(getattr(experts, "act_fn", None)):
+        return None
     # far enough that a clamp would show
     x = numbers(64, 12, dtype=torch.float64) * max(4.0, limit)
     try:
@@ -47,7 +51,15 @@ def form(experts: Any) -> tuple[Any, ...]:
     function = getattr(experts, "act_fn", None)
     kind = type(function) if isinstance(function, nn.Module) else function
     own = vars(experts).get("_apply_gate")
-    return kind, getattr(function, "approximate", None), own, _number(experts, "limit"), _number(experts, "alpha")
+    constants = getattr(function, "approximate", None), _number(experts, "limit"), _number(experts, "alpha")
+    return kind, own, hooked(function), *constants
+
+
+def hooked(function: Any) -> bool:
+    """Whether calling this module runs anything besides the forward of its class."""
+    if not isinstance(function, nn.Module):
+        return False
+    return "forward" in vars(function) or any(vars(function)[name] for name in HOOKS)
 
 
 def _candidates(experts: Any, limit: float) -> Iterator[Gate]:

@@ -23,7 +23,7 @@ from opake.transforms import inside_transform
 from opake_kernels.moe import opake_moe
 
 from . import adapters, weighted
-from .eager import MARKS
+from .eager import MARKS, products
 from .gates import form, gate_of
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def remark(record: Experts, module: Any) -> str:
 
 
 def axis_parameters(record: Experts, module: nn.Module) -> frozenset[str]:
-    if weighted.is_block(module):
+    if not serves(module):
         return frozenset()
     return frozenset(name for name, _ in module.named_parameters(recurse=False))
 
@@ -83,17 +83,18 @@ def unregister() -> None:
     hf.experts_functions().pop(NAME, None)
 
 
-def installed(module: nn.Module) -> bool:
-    """Whether the experts of this module are ours."""
-    return GATE in vars(module) and not weighted.is_block(module)
+def serves(module: nn.Module) -> bool:
+    """Whether a call of these experts would be ours: they are patched, and nothing was changed since."""
+    return GATE in vars(module) and not weighted.is_block(module) and _changed(module) is None
 
 
 def experts_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """hidden_states (T, H), chosen experts (T, K) and their weights (T, K) -> (T, H)."""
     index, weights = (*args, *kwargs.values())
-    other = _other(self)
-    if other is not None:
-        return other(self, hidden_states, index, weights)
+    reason = _changed(self)
+    if reason is not None:
+        note(self, reason)
+        return _other(self, hidden_states)(self, hidden_states, index, weights)
     gate = vars(self)[GATE]
     x = hidden_states.to(self.down_proj.dtype)
     x, index, weights, shape = adapters.by_example(self, x, index, weights)
@@ -115,16 +116,28 @@ def experts_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs
     return out.reshape(shape).to(hidden_states.dtype)
 
 
-def _other(self: Any) -> Any:
-    """The implementation to call instead, where something changed since patching; None as a rule."""
-    before, now = vars(self.config)[BEFORE], getattr(vars(self.config)[ORIGIN], "_experts_implementation", None)
-    if now not in (before, NAME) and not (now == "eager" and inside_transform()):
-        note(self, f"experts implementation {now!r} was set after patching: it runs")
-        return hf.experts_functions().get(str(now)) or hf.eager_experts(type(self))
+def _changed(self: Any) -> str | None:
+    """What was changed since patching, so that Transformers' own functions run; None as a rule."""
+    chosen = _set_since(self)
+    if chosen is not None:
+        return f"experts implementation {chosen!r} was set after patching: it runs"
     if form(self) != vars(self)[FORM]:
-        note(self, "the gate was changed after patching: Transformers' grouped products run")
-        return hf.experts_functions()["grouped_mm"]
+        return "the gate was changed after patching: Transformers' grouped products run"
     return None
+
+
+def _set_since(self: Any) -> str | None:
+    """The implementation that the model's config selects, if that is another than at patching."""
+    now = getattr(vars(self.config)[ORIGIN], "_experts_implementation", None)
+    # inside transforms `eager` cannot run, and ours does in its place
+    same = now in (vars(self.config)[BEFORE], NAME) or (now == "eager" and inside_transform())
+    return None if same else str(now)
+
+
+def _other(self: Any, hidden: torch.Tensor) -> Any:
+    """The function that runs instead of ours."""
+    chosen = _set_since(self)
+    return products(hidden) if chosen is None else hf.experts_functions().get(chosen) or hf.eager_experts(type(self))
 
 
 def _unlike(module: Any) -> str | None:

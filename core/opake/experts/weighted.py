@@ -19,9 +19,11 @@ from opake.patching.undo import Skip, Undo, put
 from opake.rows.gated_mlp import activation_of
 from opake_kernels.moe import opake_moe
 
+from .gates import form, hooked
+
 PARTS = ("experts", "router", "shared_expert")
 STACKS = {"gate_up_proj", "down_proj"}
-ACTIVATION, GROUPED = "_opake_gate", "_opake_grouped_moe"
+ACTIVATION, FORM, GROUPED = "_opake_gate", "_opake_gate_form", "_opake_grouped_moe"
 
 
 def is_block(module: nn.Module) -> bool:
@@ -32,17 +34,22 @@ def is_block(module: nn.Module) -> bool:
 
 def fits(module: Any) -> Skip | None:
     name, experts = type(module).__name__, module.experts
-    if not untouched(module, "forward") or not untouched(experts, "forward"):
-        return Skip(f"the forward of this {name} was replaced, and the replacement is kept", "stock")
+    if not untouched(module, "forward") or hooked(experts):
+        return Skip(f"the forward of this {name} or of its experts was replaced or hooked, and is kept", "stock")
     if experts._parameters.keys() != STACKS or experts.gate_up_proj.dim() != 3:
         return Skip(f"{name} holds {', '.join(sorted(experts._parameters)) or 'no stacks'}; it stays as it is", "stock")
-    if activation_of(experts) is None:
+    kinds = {p.dtype for p in experts.parameters()}
+    if len(kinds) > 1 or not all(kind.is_floating_point and kind.itemsize > 1 for kind in kinds):
+        return Skip(f"{name} keeps its weights in {', '.join(sorted(map(str, kinds)))}; it stays as it is", "stock")
+    if hooked(getattr(experts, "act_fn", None)) or activation_of(experts) is None:
         return Skip(f"{name} has an activation that opake_moe does not know; it stays as it is", "stock")
     return None
 
 
 def apply(module: Any) -> Undo:
-    return Undo([put(module, ACTIVATION, activation_of(module.experts)), wrap_method(module, "forward", _forward)])
+    experts = module.experts
+    found = [put(module, ACTIVATION, activation_of(experts)), put(module, FORM, form(experts))]
+    return Undo([*found, wrap_method(module, "forward", _forward)])
 
 
 def remark(module: Any) -> str:
@@ -52,10 +59,22 @@ def remark(module: Any) -> str:
     return f"opake_moe in place of every expert for every token{cost}"
 
 
+def _changed(self: Any, experts: Any) -> str | None:
+    """Why the block is not the one that was patched."""
+    if experts._parameters.keys() != STACKS:
+        return "the experts have adapters"
+    if hooked(experts):
+        return "the experts have hooks"
+    if form(experts) != vars(self)[FORM]:
+        return "the activation was changed after patching"
+    return None
+
+
 def _forward(inner: Callable[..., Any], self: Any, hidden_states: torch.Tensor) -> Any:
     experts = self.experts
-    if experts._parameters.keys() != STACKS:
-        note(self, "the experts have adapters: the stock block runs")
+    reason = _changed(self, experts)
+    if reason is not None:
+        note(self, f"{reason}: the stock block runs")
         return inner(self, hidden_states)
     x = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(x)
