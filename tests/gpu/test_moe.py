@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.func import vjp, vmap
 
-from opake_kernels.moe import choose, moe_reference, opake_moe
+from opake import hf
+from opake_kernels.moe import Choice, choose, moe_reference, op, opake_moe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -58,6 +59,77 @@ def test_errors(sizes, dtype):
     ours, theirs = _plain(opake_moe, *args), _plain(moe_reference, *args)
     for got, same, want in zip(ours, theirs, exact, strict=True):
         assert (got - want).norm() <= 2 * (same - want).norm() + 1e-3 * want.norm()
+
+
+class Stock(torch.nn.Module):
+    """What Transformers' functions read of a module of experts."""
+
+    has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
+    _is_expert_parallel = has_post_expert_norm = False
+
+    def __init__(self, gate_up, down):
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.num_experts = gate_up, down, len(down)
+
+    def _apply_gate(self, both):
+        gate, up = both.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def _stock(x, gate_up, down, index, weights):
+    return hf.experts_functions()["grouped_mm"](Stock(gate_up, down), x, index, weights)
+
+
+ROUTINGS = ("any", "one takes all", "some are empty")
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("sizes", [(2, 512, 1024, 384, 64, 8), (2, 300, 1024, 1536, 8, 2)])
+def test_errors_beside_those_of_transformers(sizes, dtype, kind):
+    args = list(_args(*sizes, dtype=dtype))
+    E, K = sizes[4:]
+    if kind != "any":
+        # the same K for every token, or a first one in the upper half and its neighbours
+        first = torch.zeros_like(args[3][..., :1]) if kind == "one takes all" else args[3][..., :1] % (E // 2)
+        args[3] = (E // 2 + first + torch.arange(K, device="cuda")) % E
+    exact = _plain(moe_reference, *[t.double() if t.is_floating_point() else t for t in args])
+    ours, theirs = _plain(opake_moe, *args), _plain(_stock, *args)
+    for got, same, want in zip(ours, theirs, exact, strict=True):
+        assert (got - want).norm() <= 2 * (same - want).norm()
+
+
+@pytest.mark.parametrize(("path", "dtype"), [("grouped", BF16), ("dense", BF16), ("dense", torch.float32)])
+def test_paths_without_triton(path, dtype, monkeypatch):
+    """What serves where Triton is missing, and float32: errors, and bits that do not depend on neighbours."""
+    monkeypatch.setattr(op, "choose", lambda *_, **__: Choice(path, "asked for"))
+    args = _args(3, 64, 256, 128, 16, 4, dtype=dtype)
+    exact = _plain(moe_reference, *[t.double() if t.is_floating_point() else t for t in args])
+    ours, theirs = _plain(opake_moe, *args), _plain(_stock, *args)
+    for got, same, want in zip(ours, theirs, exact, strict=True):
+        assert (got - want).norm() <= 2 * (same - want).norm()
+    want, again = _per_example(*args), _per_example(*args)
+    for first, second in zip(want, again, strict=True):
+        assert torch.equal(first, second)
+    for row in range(3):
+        alone = _plain(opake_moe, *[t[row : row + 1] if i in (0, 3, 4) else t for i, t in enumerate(args)])
+        assert (want[0][row] - alone[0]).norm() <= 1e-2 * alone[0].norm()
+
+
+@pytest.mark.parametrize("path", ["dense", "grouped", "fused"])
+def test_gradients_of_stacks_are_made_in_place(path, monkeypatch):
+    """Those of each example, and beside them no more than activations."""
+    monkeypatch.setattr(op, "choose", lambda *_, **__: Choice(path, "asked for"))
+    B = 8
+    x, gate_up, down, index, weights = _args(B, 64, 512, 512, 16, 2)
+    stacks = [w.expand(B, *w.shape).requires_grad_() for w in (gate_up, down)]
+    torch.autograd.grad(opake_moe(x, *stacks, index, weights).sum(), stacks)
+    y = opake_moe(x, *stacks, index, weights)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = torch.autograd.grad(y.sum(), stacks)
+    size = sum(g.numel() * g.element_size() for g in grads)
+    assert size <= torch.cuda.max_memory_allocated() - before <= 1.25 * size
 
 
 def test_gate_of_gpt_oss():
