@@ -128,3 +128,27 @@ def test_two_runs_are_equal(path, K, device):
     for run in (plain, examples):
         for first, second in zip(run(), run(), strict=True):
             assert torch.equal(first, second)
+
+
+def test_an_expert_out_of_range_reaches_its_own_tokens_alone(path, device):
+    """Whatever is computed beside what was chosen, no infinity of it is seen, in results or gradients."""
+    x, gate_up, down, index, weights = _args(device, 2, 6)
+    index[0], index[1] = torch.tensor([1, 2], device=device), torch.tensor([0, 3], device=device)
+    want = _all_gradients(x, gate_up, down, index, weights)
+    gate_up[4:] *= 1e30
+    x[1, 2] = float("nan")
+    got = _all_gradients(x, gate_up, down, index, weights)
+    for ours, clean in zip(got, want, strict=True):
+        assert torch.equal(ours[0], clean[0])
+    for rows in got[:3]:
+        assert rows[1].isnan().flatten(1).any(1).tolist() == [False, False, True, False, False, False]
+    for stack in got[3:]:
+        assert stack[1].isnan().flatten(1).any(1).tolist() == [True, False, False, True, False, False]
+
+
+def _all_gradients(x, gate_up, down, index, weights):
+    def one(x, w, i):
+        y, back = vjp(lambda x, w, g, d: opake_moe(x, g, d, i, w), x, w, gate_up, down)
+        return y, *back(torch.ones_like(y))
+
+    return vmap(one)(x, weights, index)

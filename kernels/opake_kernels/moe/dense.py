@@ -31,7 +31,7 @@ def forward(
     y = torch.zeros(x.shape, dtype=wide, device=x.device)
     for e in range(_count(w, x)):
         one = _expert(w, e, x)
-        hidden = gated_reference(one.gate_and_up(x)[1], None, act, paired)
+        hidden = gated_reference(one.gate_and_up(_own(x, index, e))[1], None, act, paired)
         y += one.out(hidden) * _share(index, weight, e, wide)
     return y.to(x.dtype)
 
@@ -55,7 +55,8 @@ def backward(
     found = {name: _room(name, w, x, dtype) for name, dtype in kinds.items()}
     for e in range(_count(w, x)):
         share = _share(index, weight, e, wide)
-        part, inner, products = _expert_backward(_expert(w, e, x), d, x, share, act, paired)
+        mine = _own(d, index, e), _own(x, index, e)
+        part, inner, products = _expert_backward(_expert(w, e, x), *mine, share, act, paired)
         dx += part
         dw += inner[..., None] * (index == e)
         for name, place in found.items():
@@ -153,6 +154,11 @@ def _affine(x: torch.Tensor, W: torch.Tensor, A: Optional, B: Optional, scaling:
 
 def _wide(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.promote_types(x.dtype, torch.float32))
+
+
+def _own(rows: torch.Tensor, index: torch.Tensor, e: int) -> torch.Tensor:
+    """Rows of the tokens that chose expert `e`, zeros for others: what it would make of them might not be finite."""
+    return torch.where((index == e).any(-1, keepdim=True), rows, 0)
 
 
 def _share(index: torch.Tensor, weight: torch.Tensor, e: int, dtype: torch.dtype) -> torch.Tensor:
