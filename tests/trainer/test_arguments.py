@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import HfArgumentParser
+from transformers import DataCollatorWithFlattening, HfArgumentParser
 
 from opake.checking.tiny import tiny_model
 from opake.errors import InputError, OpakeWarning, OptionTypeError, UnknownOption, UnsupportedModel
@@ -14,7 +14,7 @@ from opake.patches import is_runtime_patched, restore_runtime
 from opake.trainer import DPTrainer, TrainingArguments
 from opake.trainer import trainer as module
 
-from .subjects import arguments, classifier, rows, trainer
+from .subjects import arguments, classifier, rows, trainer, weights
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,7 @@ def test_both_or_neither_of_epsilon_and_noise_is_a_value_error(tmp_path, given) 
         ({"expected_batch_size": 4, "sampling_rate": 0.1}, "say the same"),
         ({"microbatch_size": 0}, "microbatch_size is a whole number from 1"),
         ({"microbatch_size": 2.5}, "microbatch_size is a whole number from 1"),
+        ({"microbatch_size": 2.0}, "microbatch_size is a whole number from 1"),
         ({"engine": "fast"}, "engine is one of auto, vmap, batched"),
     ],
 )
@@ -120,46 +121,74 @@ def test_delta_is_below_one_in_n_unless_given(tmp_path) -> None:
     assert trainer(tmp_path, target_delta=1e-6).delta == 1e-6
 
 
-class Flattening:
-    """Stands for DataCollatorWithFlattening: what is looked at is the name."""
-
+class Padding:
     def __call__(self, rows):
         raise AssertionError("never asked")
 
 
-class PaddingFree(Flattening):
+class PaddingFree(Padding):
     padding_free = True
 
 
+class Packing(Padding):
+    packing = True
+
+
+class Positions(Padding):
+    return_position_ids = True
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(rows())
+
+    def __len__(self):
+        return 24
+
+
+TWICE = {"gradient_accumulation_kwargs": {"num_steps": 2}}
 TRAPS = {
-    "max_grad_norm": {"max_grad_norm": 1.0},
-    "gradient_accumulation_steps": {"gradient_accumulation_steps": 2},
-    "train_sampling_strategy": {"train_sampling_strategy": "group_by_length"},
-    "label_smoothing_factor": {"label_smoothing_factor": 0.1},
-    "auto_find_batch_size": {"auto_find_batch_size": True},
-    "use_liger_kernel": {"use_liger_kernel": True},
-    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": True},
-    "lomo": {"optim": "lomo"},
-    "layerwise": {"optim": "galore_adamw_layerwise"},
-    "Flattening": {"data_collator": Flattening()},
-    "PaddingFree": {"data_collator": PaddingFree()},
-    "has no length": {"train_dataset": iter(rows())},
-    "has no rows": {"train_dataset": []},
+    "max_grad_norm": ("max_grad_norm=1.0", {"max_grad_norm": 1.0}),
+    "accumulation": ("gradient_accumulation_steps=2", {"gradient_accumulation_steps": 2}),
+    "accumulation by accelerate": ("gradient_accumulation_steps=2", {"accelerator_config": TWICE}),
+    "group by length": ("train_sampling_strategy", {"train_sampling_strategy": "group_by_length"}),
+    "sequential": ("train_sampling_strategy", {"train_sampling_strategy": "sequential"}),
+    "label smoother": ("label_smoothing_factor=0.1", {"label_smoothing_factor": 0.1}),
+    "auto_find_batch_size": ("auto_find_batch_size=True", {"auto_find_batch_size": True}),
+    "liger": ("use_liger_kernel", {"use_liger_kernel": True}),
+    "token counts": ("include_num_input_tokens_seen", {"include_num_input_tokens_seen": True}),
+    "lomo": ("lomo", {"optim": "lomo"}),
+    "layerwise": ("layerwise", {"optim": "galore_adamw_layerwise"}),
+    "flattening": ("DataCollatorWithFlattening packs", {"data_collator": DataCollatorWithFlattening()}),
+    "padding-free": ("PaddingFree packs", {"data_collator": PaddingFree()}),
+    "packing": ("Packing packs", {"data_collator": Packing()}),
+    "position ids": ("Positions packs", {"data_collator": Positions()}),
+    "iterator": ("has no length", {"train_dataset": iter(rows())}),
+    "stream": ("Stream has no length", {"train_dataset": Stream()}),
+    "no rows": ("has no rows; ", {"train_dataset": []}),
+    "DataParallel": ("wrapped in DataParallel", {"model": torch.nn.DataParallel(classifier())}),
+    "compiled": ("wrapped in OptimizedModule", {"model": torch.compile(classifier(), backend="eager")}),
 }
 
 
-@pytest.mark.parametrize(("says", "given"), TRAPS.items(), ids=list(TRAPS))
+@pytest.mark.parametrize(("says", "given"), TRAPS.values(), ids=list(TRAPS))
 def test_traps_are_refused_at_construction(tmp_path, says, given) -> None:
-    model = classifier()
     with pytest.raises(InputError, match=says) as error:
-        trainer(tmp_path, model=model, **given)
-    assert ";" in str(error.value) or says == "has no rows", "a refusal names the way out"
+        trainer(tmp_path, **given)
+    assert ";" in str(error.value), "a refusal names the way out"
     assert not is_runtime_patched()
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("fp16", True), ("torch_compile", True), ("deepspeed", "zero.json"), ("fsdp", ["full_shard"]), ("_n_gpu", 2)],
+    [
+        ("fp16", True),
+        ("torch_compile", True),
+        ("deepspeed", "zero.json"),
+        ("fsdp", ["full_shard"]),
+        ("parallelism_config", "tp"),
+        ("_n_gpu", 2),
+    ],
 )
 def test_traps_that_need_hardware_to_be_set(tmp_path, name, value) -> None:
     args = arguments(tmp_path)
@@ -168,14 +197,17 @@ def test_traps_that_need_hardware_to_be_set(tmp_path, name, value) -> None:
         DPTrainer(classifier(), args, train_dataset=rows())
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "fp16"])
 def test_what_accelerate_was_launched_with_is_looked_at(tmp_path, monkeypatch, name) -> None:
     stock = DPTrainer.create_accelerator_and_postprocess
 
     def launched(self):
         stock(self)
-        setattr(self, f"is_{name}_enabled", True)
         self.place_model_on_device = False
+        if name == "fp16":
+            monkeypatch.setattr(type(self.accelerator), "mixed_precision", property(lambda _: "fp16"))
+        else:
+            setattr(self, f"is_{name}_enabled", True)
 
     monkeypatch.setattr(DPTrainer, "create_accelerator_and_postprocess", launched)
     with pytest.raises(InputError, match=f"launched with {name}"):
@@ -186,12 +218,45 @@ def test_a_loss_over_the_batch_and_a_model_function_are_refused(tmp_path) -> Non
     args = arguments(tmp_path)
     with pytest.raises(InputError, match="override compute_per_example_loss"):
         DPTrainer(classifier(), args, train_dataset=rows(), compute_loss_func=lambda *given: None)
+
+    class OfBatches(DPTrainer):
+        def compute_loss(self, *given, **named):
+            raise AssertionError("it would only be asked in evaluation")
+
+    with pytest.raises(InputError, match="override compute_per_example_loss"):
+        OfBatches(classifier(), args, train_dataset=rows())
     with pytest.raises(OptionTypeError, match="model_init is not taken"):
         DPTrainer(None, args, train_dataset=rows(), model_init=classifier)
     with pytest.raises(OptionTypeError, match=r"opake\.trainer\.TrainingArguments, got NoneType"):
         DPTrainer(classifier(), train_dataset=rows())
     with pytest.raises(InputError, match="without accounting"):
         DPTrainer(classifier(), args, train_dataset=rows()).hyperparameter_search()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("max_grad_norm", 1.0, "max_grad_norm=1.0"),
+        ("gradient_accumulation_steps", 2, "gradient_accumulation_steps=2"),
+        ("target_epsilon", 3.0, "either target_epsilon or noise_multiplier"),
+        ("sampling_rate", 0.5, "say the same"),
+    ],
+)
+def test_arguments_that_were_changed_are_looked_at_before_training(tmp_path, name, value, says) -> None:
+    it = trainer(tmp_path)
+    setattr(it.args, name, value)
+    before = weights(it.model).clone()
+    with pytest.raises(InputError, match=says):
+        it.train()
+    assert it.history.steps == 0
+    assert torch.equal(weights(it.model), before)
+
+
+def test_a_model_that_was_changed_is_looked_at_before_training(tmp_path) -> None:
+    it = trainer(tmp_path)
+    it.model.bfloat16()
+    with pytest.raises(InputError, match=r"body.weight is trainable in torch.bfloat16"):
+        it.train()
 
 
 def test_models_that_cannot_be_trained_privately(tmp_path) -> None:

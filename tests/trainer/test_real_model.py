@@ -12,7 +12,7 @@ from opake.demo import model as subject
 from opake.demo.text import rows_of
 from opake.functional import clipped_grad
 from opake.patches import restore_runtime
-from opake.trainer import DPTrainer, gradient
+from opake.trainer import DPTrainer, trainer
 
 from .subjects import arguments
 
@@ -34,7 +34,7 @@ def timed(monkeypatch) -> list[float]:
 
         return measured
 
-    monkeypatch.setattr(gradient, "clipped_grad", build)
+    monkeypatch.setattr(trainer, "clipped_grad", build)
     return seconds
 
 

@@ -119,11 +119,28 @@ def test_nothing_of_a_row_is_kept() -> None:
         (lambda rows: {"input_ids": torch.zeros(1, 12)}, r"input_ids of shape \(1, 12\) from 3 rows"),
         (lambda rows: {"count": torch.tensor(3)}, r"count of shape \(\) from 3 rows"),
         (lambda rows: [1, 2], "returned list"),
+        (lambda rows: {"x": torch.zeros(3), "names": ["a", "b", "c"]}, "names a list that is not of tensors alone"),
+        (lambda rows: {"x": torch.zeros(3).numpy()}, "x a ndarray that is not of tensors alone"),
+        (lambda rows: {"x": (torch.zeros(3), (torch.zeros(3), 2))}, "x a tuple that is not of tensors alone"),
+        (lambda rows: {"x": {"y": ["a", "b", "c"]}}, "x a list that is not of tensors alone"),
     ],
 )
 def test_what_is_not_one_entry_a_row_is_refused(collator, says) -> None:
     with pytest.raises(InputError, match=says):
         Microbatches(collator, 4)([1, 2, 3])
+
+
+def test_what_is_the_same_for_all_rows_is_handed_through() -> None:
+    (made,), (weight,), count = Microbatches(lambda rows: {"x": torch.ones(2), "how": "mean", "none": None}, 3)([1, 2])
+    assert made["x"].tolist() == [1, 1, 0]
+    assert (made["how"], made["none"], weight.tolist(), count) == ("mean", None, [1, 1, 0], 2)
+
+
+def test_a_batch_on_a_device_says_which_rows_are_real_without_numbers_to_check() -> None:
+    batch = Microbatches(collate, 4)([1, 2, 3, 4, 5]).to(torch.device("cpu"))
+    assert [weight.tolist() for weight in batch.weights] == [[True] * 4, [True, False, False, False]]
+    assert batch.rows == 5
+    assert batch.microbatches[1]["x"].flatten().tolist() == [6, 0, 0, 0]
 
 
 class Together(list):

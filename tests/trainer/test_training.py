@@ -19,6 +19,7 @@ from opake.errors import GenericFamilyWarning, InputError
 from opake.patches import restore_runtime
 from opake.trainer import DPTrainer
 from opake.trainer.accounting import Phase
+from opake.trainer.sampling import PoissonSampler
 
 from .subjects import Classifier, Gradients, arguments, classifier, rows, trainer, weights
 
@@ -164,6 +165,126 @@ def test_without_a_history_nothing_is_resumed(tmp_path) -> None:
         trainer(tmp_path / "elsewhere").train(resume_from_checkpoint=True)
 
 
+def test_a_saved_model_is_no_checkpoint(tmp_path) -> None:
+    it = trainer(tmp_path)
+    it.train()
+    it.save_model(str(tmp_path / "saved"))
+    with pytest.raises(InputError, match=r"saved is no checkpoint.*trainer_state\.json.*take another"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "saved"))
+
+
+def test_what_an_earlier_run_gave_away_is_not_forgotten(tmp_path) -> None:
+    trainer(tmp_path, **{**RESUMED, "max_steps": 3}, noise_seed=1, log_private_statistics=True).train()
+    again = trainer(tmp_path, **{**RESUMED, "max_steps": 6}, **LOGGED)
+    assert not again.privacy_card()["test_only"]
+    again.train(resume_from_checkpoint=True)
+    for held in (again.privacy_card(), json.loads((tmp_path / "checkpoint-6" / "privacy.json").read_text())):
+        assert held["test_only"] is held["logged_without_noise"] is True
+        assert (held["steps"], held["history"][0]["steps"]) == (6, 6)
+    assert "epsilon_test_only" in again.state.log_history[-1]
+
+
+def test_counts_of_steps_and_epochs_survive_a_resume(tmp_path) -> None:
+    trainer(tmp_path, **{**RESUMED, "max_steps": 6}).train()
+    again = trainer(tmp_path, **RESUMED)
+    seen = []
+
+    class Epochs(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append((state.global_step, state.epoch))
+
+    again.add_callback(Epochs())
+    again.train(resume_from_checkpoint=True)
+    # 4 steps are an epoch
+    assert seen == [(step, step / 4) for step in range(7, 12)]
+
+
+def drawn_steps(it: DPTrainer, monkeypatch) -> list[int]:
+    """Numbers of the draws that are made from now on, in any training."""
+    numbers: list[int] = []
+    stock = PoissonSampler.draw
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self, number: numbers.append(number) or stock(self, number))
+    return numbers
+
+
+class Stop(TrainerCallback):
+    def __init__(self, what: str, at: int) -> None:
+        self.what, self.at = what, at
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            setattr(control, f"should_{self.what}_stop", True)
+
+
+def test_an_epoch_or_a_training_that_a_callback_ends_early(tmp_path, monkeypatch) -> None:
+    it = trainer(tmp_path, callbacks=[Stop("epoch", 3)], max_steps=7)
+    numbers = drawn_steps(it, monkeypatch)
+    it.train()
+    assert numbers == list(range(7)), "nothing is drawn twice"
+    it.add_callback(Stop("training", 2))
+    assert it.train().global_step == 2
+    assert numbers == list(range(9))
+    assert it.history.steps == 9
+
+
+@pytest.mark.parametrize(("ignore", "expected"), [(False, range(8, 11)), (True, range(9, 11))])
+def test_a_resumed_epoch_goes_on_where_it_stood(tmp_path, monkeypatch, ignore, expected) -> None:
+    trainer(tmp_path, **{**RESUMED, "max_steps": 9}).train()
+    again = trainer(tmp_path, **RESUMED, ignore_data_skip=ignore)
+    numbers = drawn_steps(again, monkeypatch)
+    again.train(resume_from_checkpoint=True)
+    # the first draw of the epoch is made and skipped, as Transformers does, or left out
+    assert numbers == list(expected)
+    assert again.history.steps == 11
+
+
+def test_another_data_set_and_other_trainable_weights_in_a_second_training(tmp_path) -> None:
+    it = trainer(tmp_path, expected_batch_size=6)
+    it.train()
+    it.train_dataset = rows(12)
+    it.model.body.requires_grad_(False)
+    body, head = it.model.body.weight.clone(), it.model.head.weight.clone()
+    it.train()
+    assert it.history.phases == (Phase(6 / 24, 1.0, 4), Phase(6 / 12, 1.0, 4))
+    assert torch.equal(it.model.body.weight, body)
+    assert not torch.equal(it.model.head.weight, head)
+
+
+@pytest.mark.parametrize("privacy", [{"noise_multiplier": 1.0}, {"target_epsilon": 3.0}])
+def test_a_plan_without_steps_ends_at_once(tmp_path, privacy) -> None:
+    it = trainer(tmp_path, max_steps=-1, num_train_epochs=0, **privacy)
+    it.train()
+    assert (it.history.steps, it.epsilon()) == (0, 0)
+
+
+@pytest.mark.parametrize("options", [{"sampling_rate": 1.0, "target_epsilon": 2.0}, {"sampling_rate": 1e-7}])
+def test_extreme_sampling_rates(tmp_path, options) -> None:
+    it = trainer(tmp_path, **options)
+    it.train()
+    assert it.history.phases == (Phase(options["sampling_rate"], it._sigma, 4),)
+    assert 0 <= it.epsilon() <= 2
+
+
+def test_a_data_set_of_one_row(tmp_path) -> None:
+    it = trainer(tmp_path, train_dataset=rows(1), sampling_rate=0.5, target_delta=1e-3)
+    it.train()
+    assert it.history.steps == 4
+    assert it.epsilon() > 1
+
+
+def test_the_best_model_is_loaded_and_old_checkpoints_go(tmp_path) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 1}
+    stop = [transformers.EarlyStoppingCallback(2)]
+    plan = {"max_steps": 20, "learning_rate": 0.0, "callbacks": stop}
+    it = trainer(tmp_path, eval_dataset=rows(6), **options, **best, **plan)
+    assert it.train().global_step == it.history.steps == 6
+    assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert json.loads((tmp_path / "checkpoint-2" / "privacy.json").read_text())["steps"] == 2
+    it.save_model()
+    assert json.loads((tmp_path / "privacy.json").read_text())["steps"] == 6, "all that was spent to choose it"
+
+
 def test_a_spent_budget_is_not_overdrawn(tmp_path) -> None:
     it = trainer(tmp_path, target_epsilon=2.0)
     it.train()
@@ -204,6 +325,23 @@ def test_logs_hold_epsilon_and_nothing_without_noise(tmp_path, caplog) -> None:
     assert math.isnan(out.training_loss)
     state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
     assert state["total_flos"] == state["num_input_tokens_seen"] == 0
+
+
+def test_the_log_does_not_tell_in_which_step_a_row_was_first_drawn(tmp_path) -> None:
+    it = trainer(tmp_path, **{**LOGGED, "logging_steps": 8}, max_steps=16, sampling_rate=0.01, noise_seed=0)
+    first = next(step for step in range(16) if it.sampler.draw(step))
+    it.train()
+    entry = it.state.log_history[0]
+    assert entry["engine"] == "vmap"
+    assert 0 < first < 8 == entry["step"]
+
+
+def test_the_norm_in_the_log_is_that_of_the_noisy_gradient(tmp_path) -> None:
+    gradients = Gradients()
+    it = trainer(tmp_path, callbacks=[gradients], logging_strategy="steps", logging_steps=1)
+    it.train()
+    logged = [entry["grad_norm"] for entry in it.state.log_history if "grad_norm" in entry]
+    assert logged == pytest.approx(gradients.stacked().norm(dim=1).tolist())
 
 
 def test_statistics_without_noise_are_logged_on_request(tmp_path) -> None:
@@ -257,6 +395,28 @@ def test_evaluation_and_prediction_are_ordinary_and_cost_nothing(tmp_path) -> No
     assert metrics["eval_accuracy"] == (logits.argmax(-1) == labels).double().mean().item()
     assert it.predict(rows(7)).predictions.shape == (7, 3)
     assert it.epsilon() == 0
+
+
+def test_all_outputs_of_a_model_are_predictions_as_in_transformers(tmp_path) -> None:
+    class Answering(Classifier):
+        def forward(self, features, labels=None):
+            out = super().forward(features, labels)
+            logits = out.pop("logits")
+            return {**out, "start_logits": logits, "end_logits": logits + 1}
+
+    it = trainer(tmp_path, model=Answering())
+    start, end = it.predict(rows(7)).predictions
+    assert start.shape == end.shape == (7, 3)
+    assert end - start == pytest.approx(torch.ones(7, 3).numpy())
+
+
+def test_a_pushed_folder_has_the_card_of_the_weights_in_it(tmp_path) -> None:
+    it = trainer(tmp_path / "run")
+    it.args.push_to_hub = True
+    it.train()
+    it.save_model(str(tmp_path / "run" / "checkpoint-4"), _internal_call=True)
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-4"):
+        assert json.loads((folder / "privacy.json").read_text())["steps"] == 4
 
 
 class Smoothed(DPTrainer):
@@ -386,6 +546,24 @@ def test_rows_of_causal_models_are_padded_right_by_default(tmp_path) -> None:
     )
     assert isinstance(mixture.data_collator, RightPaddingCollator)
     assert mixture.data_collator.keep_mask
+
+
+def test_padding_of_a_tokenizer_makes_no_difference(tmp_path) -> None:
+    """On either side; a mask that is left out must not turn padding into text."""
+    found = []
+    for side in (None, "left", "right"):
+        data = [dict(row) for row in texts()]
+        for row in data if side else ():
+            ids, missing = row["input_ids"], 14 - len(row["input_ids"])
+            ones, zeros = [1] * len(ids), [0] * missing
+            row["input_ids"] = zeros + ids if side == "left" else ids + zeros
+            row["attention_mask"] = zeros + ones if side == "left" else ones + zeros
+        model = tiny_model("llama")
+        args = arguments(tmp_path, use_compat_patches=True, **EXACT, **ORDINARY)
+        DPTrainer(model, args, train_dataset=data).train()
+        found.append(weights(model))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_workers_and_columns_that_the_model_does_not_take(tmp_path) -> None:

@@ -23,12 +23,18 @@ class LogicalBatch(NamedTuple):
     weights: list[torch.Tensor]
     rows: int
 
+    def to(self, device: torch.device) -> LogicalBatch:
+        """Copied without waiting for what the device is doing; weights become bool, whose values need no check."""
+        moved = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), self)
+        return moved._replace(weights=[weight > 0 for weight in moved.weights])
+
 
 class Microbatches:
     """A collator that cuts rows into microbatches of `size` and lets `collator` make each; no rows, no microbatch.
 
     The last microbatch is filled up with rows of zeros and weight 0. Raises InputError if what the collator returns is
-    no mapping, or has tensors whose first dimension is not that of the rows.
+    no mapping, has tensors whose first dimension is not that of the rows, or holds what cannot be told apart by rows:
+    every row would see all of a list or an array, and its gradient would depend on its neighbours.
     """
 
     def __init__(self, collator: Callable[[list[Any]], Any], size: int) -> None:
@@ -45,6 +51,7 @@ class Microbatches:
         if not isinstance(batch, Mapping):
             raise InputError(f"the collator returned {type(batch).__name__}; it has to return a mapping of tensors")
         for name, value in batch.items():
+            _check_kind(name, value)
             for tensor in tensors_of(value):
                 if tensor.dim() == 0 or tensor.shape[0] != len(rows):
                     raise InputError(
@@ -53,6 +60,19 @@ class Microbatches:
                         "use opake.collate.RightPaddingCollator, or a collator that pads"
                     )
         return batch
+
+
+def _check_kind(name: str, value: Any) -> None:
+    if value is None or isinstance(value, torch.Tensor | bool | int | float | str):
+        return
+    inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    if not inner or not all(part is None or isinstance(part, torch.Tensor | Mapping | tuple | list) for part in inner):
+        raise InputError(
+            f"the collator made {name} a {type(value).__name__} that is not of tensors alone, so each row would see "
+            "those of all rows; make it a tensor, or leave it out"
+        )
+    for part in inner:
+        _check_kind(name, part)
 
 
 def _filled(batch: Mapping[str, Any], missing: int) -> dict[str, Any]:

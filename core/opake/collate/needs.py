@@ -1,4 +1,7 @@
-"""Which models have to be told about padding on the right, because something in them sees what comes later."""
+"""Which models have to be told about padding on the right, because something in them sees what comes later.
+
+And the collator that follows from it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from opake import hf
+from opake.collate.right import RightPaddingCollator
 
 
 def needs_mask(model: nn.Module) -> str | None:
@@ -15,8 +19,7 @@ def needs_mask(model: nn.Module) -> str | None:
     Causal attention, windows, convolutions and recurrences reach back only: padding on the right changes no labelled
     token. Attention that looks both ways and a router's loss over all tokens see it.
     """
-    while (below := hf.wrapped(model)) is not None and below is not model:
-        model = below
+    model = _inner(model)
     config: Any = getattr(model, "config", None)
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
@@ -28,6 +31,22 @@ def needs_mask(model: nn.Module) -> str | None:
     if both or getattr(text, "use_bidirectional_attention", False):
         return f"attention of {name} looks both ways" + (f" ({type(both[0]).__name__})" if both else "")
     return None
+
+
+def padding_right(model: nn.Module, processing_class: Any = None) -> RightPaddingCollator | None:
+    """The collator for a causal language model, with the pad token of its tokenizer; None for any other model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    if type(_inner(model)).__name__ not in CAUSAL.values():
+        return None
+    pad = getattr(processing_class, "pad_token_id", None) or 0
+    return RightPaddingCollator(pad_token_id=pad, multiple_of=8, keep_mask=needs_mask(model) is not None)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    while (below := hf.wrapped(model)) is not None and below is not model:
+        model = below
+    return model
 
 
 def _reads_text(module: nn.Module, text: Any) -> bool:

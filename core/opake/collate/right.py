@@ -27,11 +27,12 @@ class RightPaddingCollator:
     multiple_of: round the length up to a multiple
     keep_mask: add `attention_mask`; for bidirectional models and for router losses
 
-    A row is a mapping with `input_ids` and, optionally, `labels` (default: the ids; shifting is the model's business).
-    Calling it with no rows gives tensors of shape (0, length or 0).
+    A row is a mapping with `input_ids` and, optionally, `labels` (default: the ids; shifting is the model's business)
+    and `attention_mask`, whose zeros mark padding that is taken off, such as a tokenizer's on the left. Calling it with
+    no rows gives tensors of shape (0, length or 0).
 
     Raises:
-        InputError: a row longer than `length`, an empty row, or labels of another length than the ids.
+        InputError: a row longer than `length`, an empty row, or labels or a mask of another length than the ids.
     """
 
     pad_token_id: int = 0
@@ -43,25 +44,41 @@ class RightPaddingCollator:
         ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
         given = [row.get("labels") for row in rows]
         labels = [i if y is None else torch.as_tensor(y, dtype=torch.long) for i, y in zip(ids, given, strict=True)]
-        T = self._length(ids, labels)
+        _check(ids, labels)
+        masks = [row.get("attention_mask") for row in rows]
+        ids, labels = ([_unpadded(x, m) for x, m in zip(xs, masks, strict=True)] for xs in (ids, labels))
+        T = self._length(ids)
         batch = {"input_ids": _pad(ids, T, self.pad_token_id), "labels": _pad(labels, T, IGNORED)}
         if self.keep_mask:
             batch["attention_mask"] = _pad([torch.ones_like(i) for i in ids], T, 0)
         return batch
 
-    def _length(self, ids: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> int:
-        for number, (i, y) in enumerate(zip(ids, labels, strict=True)):
-            if i.dim() != 1 or i.numel() == 0 or i.shape != y.shape:
-                raise InputError(
-                    f"row {number}: input_ids of shape {tuple(i.shape)} and labels of shape {tuple(y.shape)}; "
-                    "both need one dimension, the same length and at least one token"
-                )
+    def _length(self, ids: Sequence[torch.Tensor]) -> int:
         longest = max((i.numel() for i in ids), default=0)
         if self.length is None:
             return -(-longest // self.multiple_of) * self.multiple_of
         if longest > self.length:
             raise InputError(f"a row has {longest} tokens but length={self.length}; truncate it or raise length")
         return self.length
+
+
+def _check(ids: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> None:
+    for number, (i, y) in enumerate(zip(ids, labels, strict=True)):
+        if i.dim() != 1 or i.numel() == 0 or i.shape != y.shape:
+            raise InputError(
+                f"row {number}: input_ids of shape {tuple(i.shape)} and labels of shape {tuple(y.shape)}; "
+                "both need one dimension, the same length and at least one token"
+            )
+
+
+def _unpadded(tokens: torch.Tensor, mask: Any) -> torch.Tensor:
+    """Without the tokens that the row's own mask calls padding; a row of padding alone stays as it is."""
+    if mask is None:
+        return tokens
+    kept = torch.as_tensor(mask, dtype=torch.bool)
+    if kept.shape != tokens.shape:
+        raise InputError(f"attention_mask of shape {tuple(kept.shape)} for input_ids of shape {tuple(tokens.shape)}")
+    return tokens[kept] if kept.any() else tokens
 
 
 def _pad(rows: Sequence[torch.Tensor], T: int, value: int) -> torch.Tensor:

@@ -7,16 +7,18 @@ row, added or removed. Every rounding is upward, so the epsilon is a bound. Noth
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, NamedTuple, Protocol
 
 from opake.errors import InputError, MissingDependency
 
-# width of a bucket of the discretised loss, how many there may be, and the noise at which calibration gives up
-INTERVAL, MOST_BUCKETS, LARGEST_NOISE = 1e-3, 100_000, 1e5
+# width of a bucket of the discretised loss, how many there may be, and the powers of 1.001 that noise is chosen from
+INTERVAL, MOST_BUCKETS, POWERS = 1e-3, 100_000, range(-9_200, 11_500)
 
 
 class Phase(NamedTuple):
@@ -27,11 +29,16 @@ class Phase(NamedTuple):
     steps: int
 
 
+@dataclass
 class History:
-    """All steps that have been made, in order; plain numbers, so that a checkpoint holds them as JSON."""
+    """All steps that have been made, in order; plain numbers, so that a checkpoint holds them as JSON.
 
-    def __init__(self, phases: Iterable[Phase] = ()) -> None:
-        self.phases: tuple[Phase, ...] = tuple(phases)
+    test_only: the noise of some of them had a public seed. logged_without_noise: some of them had statistics logged.
+    """
+
+    phases: tuple[Phase, ...] = ()
+    test_only: bool = False
+    logged_without_noise: bool = False
 
     @property
     def steps(self) -> int:
@@ -45,16 +52,15 @@ class History:
         self.phases = (*before, Phase(sampling_rate, noise_multiplier, steps))
 
     @classmethod
-    def from_json(cls, value: Any) -> History:
+    def from_json(cls, value: Any, **marks: bool) -> History:
         """Raises InputError unless `value` is a list of phases, each an object."""
         try:
-            phases = [Phase(**entry) for entry in value]
-            valid = all(0 < q <= 1 and sigma >= 0 and steps == int(steps) > 0 for q, sigma, steps in phases)
+            phases = tuple(Phase(**entry) for entry in value)
+            if all(0 < q <= 1 and sigma >= 0 and steps == int(steps) > 0 for q, sigma, steps in phases):
+                return cls(phases, **marks)
         except (TypeError, ValueError):
-            valid, phases = False, []
-        if not valid:
-            raise InputError(f"no privacy history: {value!r:.200}; it is a list of {', '.join(Phase._fields)}")
-        return cls(phases)
+            pass
+        raise InputError(f"no privacy history: {value!r:.200}; it is a list of {', '.join(Phase._fields)}")
 
 
 class Accountant(Protocol):
@@ -86,23 +92,13 @@ def noise_for(target: float, delta: float, rate: float, steps: int, accountant: 
     Raises InputError where no noise suffices.
     """
 
-    def suffices(sigma: float) -> bool:
-        return accountant.epsilon([Phase(rate, sigma, steps)], delta) <= target
+    def suffices(power: int) -> bool:
+        return accountant.epsilon([Phase(rate, 1.001**power, steps)], delta) <= target
 
-    enough = 1.0
-    while not suffices(enough):
-        enough *= 2
-        if enough > LARGEST_NOISE:
-            raise InputError(
-                f"no noise keeps {steps} steps within epsilon {target} at delta {delta}; raise target_delta"
-            )
-    short = enough / 2
-    while suffices(short):
-        enough, short = short, short / 2
-    while enough / short > 1.001:
-        middle = math.sqrt(enough * short)
-        enough, short = (middle, short) if suffices(middle) else (enough, middle)
-    return enough
+    enough = bisect.bisect_left(POWERS, True, key=suffices)
+    if enough == len(POWERS):
+        raise InputError(f"no noise keeps {steps} steps within epsilon {target} at delta {delta}; raise target_delta")
+    return 1.001 ** POWERS[enough]
 
 
 def _distributions() -> Any:

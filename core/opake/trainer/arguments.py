@@ -25,8 +25,7 @@ class TrainingArguments(transformers.TrainingArguments):
     Exactly one of `target_epsilon` and `noise_multiplier` is given, and at most one of `expected_batch_size` and
     `sampling_rate`; with neither, `per_device_train_batch_size` times the number of processes is expected.
 
-    Raises InputError (a ValueError) or OptionTypeError (a TypeError) for values that make no sense, and UnknownOption
-    for a key of `performance_kernels_config` that no patch knows.
+    Raises InputError, OptionTypeError or UnknownOption: a ValueError, a TypeError, a key that no patch knows.
     """
 
     use_compat_patches: bool = field(default=True, metadata={"help": "Make the model vmap-safe."})
@@ -48,13 +47,17 @@ class TrainingArguments(transformers.TrainingArguments):
     def __post_init__(self) -> None:
         if isinstance(self.performance_kernels_config, str):
             self.performance_kernels_config = json.loads(self.performance_kernels_config)
-        self._check_privacy()
-        self._check_batches()
-        self._check_patches()
+        self.check()
         super().__post_init__()
         if self.noise_seed is not None:
             text = f"noise_seed={self.noise_seed} is public, so the noise protects nobody; use it for tests alone"
             warnings.warn(text, OpakeWarning, stacklevel=3)
+
+    def check(self) -> None:
+        """Raise as the class does; asked again when training starts."""
+        self._check_privacy()
+        self._check_batches()
+        self._check_patches()
 
     def _check_privacy(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
@@ -75,7 +78,7 @@ class TrainingArguments(transformers.TrainingArguments):
             raise InputError(f"expected_batch_size={expected} and sampling_rate={rate} say the same; give one of them")
         _check("expected_batch_size", expected, "positive", lambda x: 0 < x < math.inf)
         _check("sampling_rate", rate, "above 0 and at most 1", lambda x: 0 < x <= 1)
-        _check("microbatch_size", self.microbatch_size, "a whole number from 1", lambda x: x >= 1 and x == int(x))
+        _check("microbatch_size", self.microbatch_size, "a whole number from 1", lambda x: isinstance(x, int) and x > 0)
 
     def _check_patches(self) -> None:
         config = self.performance_kernels_config
@@ -94,8 +97,8 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def patch_flags(self) -> dict[str, Any]:
         """The keywords that go to both apply functions of `opake.patches`."""
-        umbrellas = {"compat": self.use_compat_patches, "kernels": self.use_performance_kernels}
         config: Any = self.performance_kernels_config or {}
+        umbrellas = {"compat": self.use_compat_patches, "kernels": self.use_performance_kernels}
         return {**umbrellas, "performance": True, "peft": True, **config}
 
 

@@ -16,7 +16,7 @@ from opake import __version__
 from opake.errors import InputError
 from opake.trainer.accounting import History
 
-JSON_NAME, TEXT_NAME = "privacy.json", "PRIVACY.md"
+JSON_NAME, TEXT_NAME, MARKS = "privacy.json", "PRIVACY.md", ("test_only", "logged_without_noise")
 MECHANISM = "DP-SGD: per-example clipping, Poisson sampling, Gaussian noise on the sum of each step"
 UNIT = "one row of the training data set, added or removed"
 NOTES = """
@@ -29,8 +29,9 @@ def make(history: History, epsilon: float, **facts: Any) -> dict[str, Any]:
     """The card as a JSON object; `facts` are what only the trainer knows. An infinite epsilon is null."""
     known = {d.metadata["Name"]: d.version for d in map(metadata.distribution, ("torch", "transformers", "peft"))}
     head = {"mechanism": MECHANISM, "unit": UNIT, "epsilon": epsilon if math.isfinite(epsilon) else None}
+    marks = {mark: getattr(history, mark) for mark in MARKS}
     tail = {"versions": {"opake": __version__, **known}, "history": [p._asdict() for p in history.phases]}
-    return {**head, **facts, "steps": history.steps, **tail}
+    return {**head, **facts, **marks, "steps": history.steps, **tail}
 
 
 def write(folder: str | Path, card: dict[str, Any]) -> None:
@@ -40,21 +41,27 @@ def write(folder: str | Path, card: dict[str, Any]) -> None:
     Path(folder, TEXT_NAME).write_text(text(card), encoding="utf-8")
 
 
-def read_history(folder: str | Path) -> History:
-    """The history in a checkpoint.
+def read_history(folder: str | Path) -> tuple[History, int]:
+    """The history in a checkpoint, and how many steps of its training had been made.
 
-    Raises InputError where there is none, or none that can be read: epsilon would be under-reported.
+    Raises InputError where there is none, or none that can be read or is enough: epsilon would be under-reported.
     """
-    file = Path(folder, JSON_NAME)
-    if not file.is_file():
+    if not Path(folder, JSON_NAME).is_file():
         raise InputError(
             f"{folder} has no {JSON_NAME}, so the steps behind it cannot be accounted; resume from a checkpoint of "
             "DPTrainer, or load its weights as those of a model that is not private"
         )
     try:
-        return History.from_json(json.loads(file.read_text(encoding="utf-8"))["history"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} holds no privacy history ({error}); resume from another checkpoint") from error
+        names = (JSON_NAME, "trainer_state.json")
+        held, state = (json.loads(Path(folder, name).read_text(encoding="utf-8")) for name in names)
+        history = History.from_json(held["history"], **{mark: bool(held[mark]) for mark in MARKS})
+        done = int(state["global_step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise InputError(f"{folder} is no checkpoint, or holds no privacy history ({why}); take another") from error
+    if history.steps < done:
+        raise InputError(f"{folder} has made {done} steps, but {history.steps} of them were accounted")
+    return history, done
 
 
 def text(card: dict[str, Any]) -> str:

@@ -13,27 +13,24 @@ import torch
 from torch import distributed, nn
 
 from opake.collate import LogicalBatch
-from opake.functional import ClippedGrad, clipped_grad
+from opake.functional import ClippedGrad
 from opake.trainer.randomness import Randomness
+
+Clipped = Callable[..., ClippedGrad]
+Params = Mapping[str, nn.Parameter]
 
 
 class PrivateGradient:
-    """Writes the noisy mean gradient of a step into the `grad` of `params`, which are float32 or float64."""
+    """Writes the noisy mean gradient of a step into the `grad` of `params`, which are float32 or float64.
+
+    clipped: what `clipped_grad` made, with this `clip_norm`.
+    """
 
     def __init__(
-        self,
-        target: Callable[..., torch.Tensor] | nn.Module,
-        params: Mapping[str, nn.Parameter],
-        randomness: Randomness,
-        *,
-        clip_norm: float,
-        microbatch_size: int,
-        engine: str = "auto",
-        processes: int = 1,
+        self, clipped: Clipped, params: Params, randomness: Randomness, clip_norm: float, processes: int
     ) -> None:
-        self._params, self._randomness = params, randomness
+        self._clipped, self._params, self._randomness = clipped, params, randomness
         self._clip_norm, self._processes = clip_norm, processes
-        self._clipped = clipped_grad(target, clip_norm=clip_norm, microbatch_size=microbatch_size, engine=engine)
         self._kinds: dict[tuple, list[str]] = {}
         for name, p in params.items():
             self._kinds.setdefault((p.device, p.dtype), []).append(name)
@@ -42,18 +39,17 @@ class PrivateGradient:
     def __call__(
         self, batch: LogicalBatch, *, noise_multiplier: float, expected: float, step: int
     ) -> list[ClippedGrad]:
-        """The gradient of one step; returns its microbatches, without their gradients.
+        """The gradient of one step, its norm in `norm`; returns microbatches without gradients, waits for no device.
 
         expected: rows that a step draws on average over all processes; the realised number is private.
         step: steps made before in the life of the model.
-        Leaves the norm of what it wrote in `norm`. Waits for no device.
         """
         flats, views = self._zeros()
         seen = []
         for rows, weight in zip(batch.microbatches, batch.weights, strict=True):
             made = self._clipped(self._params, row_weight=weight, **rows)
             for names in self._kinds.values():
-                sums, grads = [views[name] for name in names], [made.grads[name] for name in names]
+                sums, grads = ([held[name] for name in names] for held in (views, made.grads))
                 torch._foreach_add_(sums, grads)  # pyright: ignore[reportPrivateImportUsage]
             seen.append(made._replace(grads={}))
         if self._randomness.rank == 0 and noise_multiplier:
@@ -64,8 +60,7 @@ class PrivateGradient:
             flat.div_(expected)
         for name, p in self._params.items():
             p.grad = views[name]
-        norms = [torch.linalg.vector_norm(flat) for flat in flats]
-        self.norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+        self.norm = torch.stack([torch.linalg.vector_norm(flat).to(flats[0]) for flat in flats]).norm()
         return seen
 
     def _zeros(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -73,10 +68,9 @@ class PrivateGradient:
         flats, views = [], {}
         for (device, dtype), names in self._kinds.items():
             sizes = [self._params[name].numel() for name in names]
-            flat = torch.zeros(sum(sizes), device=device, dtype=dtype)
-            parts = zip(names, flat.split(sizes), strict=True)
-            views.update((name, part.view(self._params[name].shape)) for name, part in parts)
-            flats.append(flat)
+            flats.append(torch.zeros(sum(sizes), device=device, dtype=dtype))
+            for name, part in zip(names, flats[-1].split(sizes), strict=True):
+                views[name] = part.view(self._params[name].shape)
         return flats, views
 
 
@@ -87,9 +81,8 @@ class Statistics:
         self._since, self._total = torch.zeros(2, 5, device=device)
 
     def add(self, seen: list[ClippedGrad], rows: int) -> None:
-        """Count one step."""
+        """Count one step; a loss that is not finite says nothing about the others."""
         for one in seen:
-            # a loss that is not finite says nothing about the others
             self._since[0] += one.losses.nan_to_num(0, 0, 0).sum()
             self._since[2] += one.clipped
             self._since[3] += one.nonfinite

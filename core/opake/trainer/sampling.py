@@ -25,7 +25,7 @@ class PoissonSampler(Sampler[list[int]]):
     ) -> None:
         self.rows, self.rate, self.processes = rows, rate, processes
         self.steps = max(1, round(1 / rate))
-        self._randomness, self._first = randomness, first
+        self.randomness, self._first = randomness, first
 
     @property
     def expected(self) -> float:
@@ -42,7 +42,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     def draw(self, number: int) -> list[int]:
         """The rows of one step from this process's share."""
-        rank, generator = self._randomness.rank, self._randomness.generator("sample", number)
+        rank, generator = self.randomness.rank, self.randomness.generator("sample", number)
         share = len(range(rank, self.rows, self.processes))
         # a Binomial number of rows, all sets of that size alike: the same as one coin a row, without N coins
         count = int(generator.binomial(share, self.rate)) if share else 0

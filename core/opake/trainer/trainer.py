@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +17,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import get_last_checkpoint
 
-from opake.collate import LogicalBatch, Microbatches, RightPaddingCollator, Rows
+from opake.collate import LogicalBatch, Microbatches, Rows, padding_right
 from opake.errors import InputError, OptionTypeError
-from opake.functional.batched_engine import adds_router_loss
+from opake.functional import clipped_grad
 from opake.functional.module import in_place
-from opake.functional.nested import map_tensors
+from opake.functional.nested import map_tensors, tensors_of
 from opake.patches import apply_model_patches, apply_runtime_patches
-from opake.patching.target import locate
 from opake.trainer import card, traps
 from opake.trainer.accounting import Accountant, History, PLDAccountant, noise_for
 from opake.trainer.arguments import TrainingArguments
@@ -39,7 +37,7 @@ class DPTrainer(transformers.Trainer):
     """`transformers.Trainer` with DP-SGD (Abadi et al. 2016).
 
     Takes the arguments of `transformers.Trainer`; `args` is an `opake.trainer.TrainingArguments`. The model is patched
-    here, after adapters have been attached. To define the loss of a row, override `compute_per_example_loss`.
+    here: attach adapters before. To define the loss of a row, override `compute_per_example_loss`.
 
     history: the noisy steps made so far. accountant: turns them into epsilon, see `epsilon()` and `privacy_card()`.
     patch_report: what `apply_model_patches` did. engines: how gradients were computed, and why so.
@@ -66,19 +64,20 @@ class DPTrainer(transformers.Trainer):
             raise OptionTypeError(f"args is an opake.trainer.TrainingArguments, got {type(args).__name__}")
         if not isinstance(model, nn.Module):
             raise OptionTypeError(f"model is an nn.Module, got {type(model).__name__}; model_init is not taken")
-        traps.refuse(model, args, data_collator, train_dataset, named)
+        self._own_loss = type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
+        batch_loss = named.get("compute_loss_func") or type(self).compute_loss is not DPTrainer.compute_loss
+        if batch_loss and not self._own_loss:
+            raise InputError("the loss of a batch is not trained on; override compute_per_example_loss(model, row)")
+        traps.refuse(model, args, data_collator, train_dataset)
         self.accountant: Accountant = PLDAccountant()
-        self.history, self.engines = History(), {}
-        self._randomness = Randomness(args.noise_seed, args.process_index)
-        self._sampler = None if train_dataset is None else self._poisson(args, len(train_dataset))
-        collator = data_collator or _padding_right(model, processing_class)
+        self.history, self.engines, self._skipped = History(), {}, 0
+        self._sampler = self._poisson(args, train_dataset)
+        collator = data_collator or padding_right(model, processing_class)
         super().__init__(model, args, collator, train_dataset, eval_dataset, processing_class, **named)
         traps.refuse_launch(self)
         apply_runtime_patches(**args.patch_flags())
         self.patch_report = apply_model_patches(model, **args.patch_flags())
-        self._own_loss = type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
         self._gradient: PrivateGradient | None = None
-        self._statistics, self._sigma = Statistics(args.device), math.nan
 
     def compute_per_example_loss(self, model: nn.Module, row: dict[str, Any]) -> torch.Tensor:
         """The loss of one row, a scalar; override it to change what is learned.
@@ -88,11 +87,15 @@ class DPTrainer(transformers.Trainer):
         """
         return _loss_in(model(**row), model)
 
-    def _poisson(self, args: TrainingArguments, rows: int) -> PoissonSampler:
+    def _poisson(self, args: TrainingArguments, dataset: Any) -> PoissonSampler | None:
         def first() -> int:
-            return self.history.steps - self.state.global_step % len(self.sampler)
+            skipped, self._skipped = self._skipped, 0
+            return self.history.steps - skipped
 
-        return PoissonSampler(rows, args.rate_for(rows), self._randomness, first=first, processes=args.world_size)
+        if dataset is None:
+            return None
+        rows, randomness = len(dataset), Randomness(args.noise_seed, args.process_index)
+        return PoissonSampler(rows, args.rate_for(rows), randomness, first=first, processes=args.world_size)
 
     @property
     def sampler(self) -> PoissonSampler:
@@ -110,14 +113,13 @@ class DPTrainer(transformers.Trainer):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
+        names = ("num_workers", "persistent_workers", "prefetch_factor")
         return DataLoader(
             Rows(dataset),
             batch_sampler=self.sampler,
             collate_fn=Microbatches(collator, self._microbatch_size()),
-            num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
+            **{name: getattr(args, f"dataloader_{name}") for name in names},
         )
 
     def _microbatch_size(self) -> int:
@@ -133,25 +135,15 @@ class DPTrainer(transformers.Trainer):
         self.model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        batch = self._on_device(inputs)
+        batch: LogicalBatch = inputs.to(self.args.device)
         gradient, done = self._gradient or self._build_gradient(), self.history.steps
         # counted first: should anything fail from here on, too much is reported and not too little
         self.history.add(self.sampler.rate, self._sigma)
         seen = gradient(batch, noise_multiplier=self._sigma, expected=self.sampler.expected, step=done)
-        for one in seen:
-            if one.reason not in self.engines:
-                self.engines[one.reason] = one.engine
-                _log.info("per-example gradients by the %s engine: %s", one.engine, one.reason)
-                entry: Any = {"engine": one.engine, "engine_reason": one.reason, "step": done}
-                self.state.log_history.append(entry)
+        self.engines.update((one.reason, one.engine) for one in seen)
         if self.args.log_private_statistics:
             self._statistics.add(seen, batch.rows)
         return torch.full((), math.nan, device=self.args.device)
-
-    def _on_device(self, batch: LogicalBatch) -> LogicalBatch:
-        """Copied without waiting for the step before, the weights as bool, which need no look at what they hold."""
-        moved = map_tensors(lambda tensor: tensor.to(self.args.device, non_blocking=True), batch)
-        return moved._replace(weights=[weight > 0 for weight in moved.weights])
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Of the noisy gradient, which is public; Transformers would walk through the model to find it."""
@@ -164,35 +156,28 @@ class DPTrainer(transformers.Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _build_gradient(self) -> PrivateGradient:
-        self._gradient = PrivateGradient(
-            self._row_loss if self._own_loss else self.model,
-            {name: p for name, p in self.model.named_parameters() if p.requires_grad},
-            self._randomness,
-            clip_norm=self.args.per_example_clip_norm,
-            microbatch_size=self._microbatch_size(),
-            engine=self.args.engine,
-            processes=self.args.world_size,
-        )
+        args, target = self.args, self._row_loss if self._own_loss else self.model
+        bound, size = args.per_example_clip_norm, self._microbatch_size()
+        clipped = clipped_grad(target, clip_norm=bound, microbatch_size=size, engine=args.engine)
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._gradient = PrivateGradient(clipped, trainable, self.sampler.randomness, bound, args.world_size)
         return self._gradient
 
     def _row_loss(self, params: Mapping[str, torch.Tensor], **row: Any) -> torch.Tensor:
-        batch = {name: value.unsqueeze(0) if torch.is_tensor(value) else value for name, value in row.items()}
         with in_place(self.model, params):
-            return self.compute_per_example_loss(self.model, batch)
+            return self.compute_per_example_loss(self.model, map_tensors(lambda value: value.unsqueeze(0), row))
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Loss of an evaluation batch, and logits by name; training does not come here."""
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **named: Any) -> Any:
+        """Loss of an evaluation batch, and outputs by name; training does not come here."""
         logits = return_outputs and not self.args.prediction_loss_only
         outputs = model(**inputs) if logits or not self._own_loss else {}
         if self._own_loss:
-            count = next(value.shape[0] for value in inputs.values() if torch.is_tensor(value))
-            rows = [{name: value[i : i + 1] for name, value in inputs.items()} for i in range(count)]
+            count = tensors_of(inputs)[0].shape[0]
+            rows = (map_tensors(lambda value, i=i: value[i : i + 1], dict(inputs)) for i in range(count))
             loss = torch.stack([self.compute_per_example_loss(model, row) for row in rows]).mean()
         else:
             loss = _loss_in(outputs, model)
-        named = {"loss": loss, **{key: outputs[key] for key in ("logits",) if key in outputs}}
+        named = {**outputs, "loss": loss} if isinstance(outputs, Mapping) else {"loss": loss}
         return (loss, named) if return_outputs else loss
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -206,18 +191,20 @@ class DPTrainer(transformers.Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in Transformers; InputError for a checkpoint without history, or a plan beyond `target_epsilon`."""
-        folder, done = resume_from_checkpoint or None, 0
+        folder, done = resume_from_checkpoint, 0
         if folder is True:
-            folder = get_last_checkpoint(str(self.args.output_dir))
-            if folder is None:
-                raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
-        if folder is not None:
-            history = card.read_history(folder)
-            done = transformers.TrainerState.load_from_json(str(Path(folder, "trainer_state.json"))).global_step
-            if history.steps < done:
-                raise InputError(f"{folder} has made {done} steps, but {history.steps} of them were accounted")
+            folder = get_last_checkpoint(str(self.args.output_dir)) or True
+        # anything may have changed since construction
+        traps.refuse(self.model, self.args, self.data_collator, self.train_dataset)
+        self._sampler, self._gradient = self._poisson(self.args, self.train_dataset), None
+        if folder and folder is not True:
+            history, done = card.read_history(folder)
             self.history = max(history, self.history, key=lambda known: known.steps)
+        self._skipped = 0 if self.args.ignore_data_skip else done % len(self.sampler)
         self._sigma = self._planned_noise(done)
+        self.history.test_only |= self.args.noise_seed is not None
+        self.history.logged_without_noise |= self.args.log_private_statistics
+        self._statistics = Statistics(self.args.device)
         out = super().train(folder, *args, **kwargs)
         return out._replace(training_loss=self._statistics.mean_loss())
 
@@ -241,19 +228,10 @@ class DPTrainer(transformers.Trainer):
 
     def privacy_card(self) -> dict[str, Any]:
         """What was done and what follows from it, as written next to the weights."""
-        args, drawn = self.args, self.sampler
-        return card.make(
-            self.history,
-            self.epsilon(),
-            delta=self.delta,
-            test_only=args.noise_seed is not None,
-            accountant=self.accountant.name,
-            target_epsilon=args.target_epsilon,
-            per_example_clip_norm=args.per_example_clip_norm,
-            sampling=f"Poisson, rate {drawn.rate:.6g} of {drawn.rows} rows, {drawn.expected:.6g} expected a step",
-            processes=args.world_size,
-            logged_without_noise=args.log_private_statistics,
-        )
+        drawn, facts = self.sampler, {"delta": self.delta, "accountant": self.accountant.name}
+        facts |= {name: getattr(self.args, name) for name in ("target_epsilon", "per_example_clip_norm")}
+        sampling = f"Poisson, rate {drawn.rate:.6g} of {drawn.rows} rows, {drawn.expected:.6g} expected a step"
+        return card.make(self.history, self.epsilon(), **facts, sampling=sampling, processes=self.args.world_size)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add epsilon and delta to training logs; losses only where `log_private_statistics` asks for them."""
@@ -261,18 +239,30 @@ class DPTrainer(transformers.Trainer):
         if over or "learning_rate" in logs:
             for key in ("loss", "train_loss", "total_flos"):
                 logs.pop(key, None)
+            self._tell_engines()
             if self.args.log_private_statistics:
                 taken = self._statistics.take()
                 logs.update({"train_loss": self._statistics.mean_loss()} if over else taken)
-            name = "epsilon" if self.args.noise_seed is None else "epsilon_test_only"
+            name = "epsilon_test_only" if self.history.test_only else "epsilon"
             logs.update({name: self.epsilon(), "delta": self.delta})
         super().log(logs, *args, **kwargs)
+
+    def _tell_engines(self) -> None:
+        """Which engine ran and why; not in the step where a row was first drawn, for that is private."""
+        told = {entry.get("engine_reason") for entry in self.state.log_history}
+        for reason, engine in self.engines.items():
+            if reason not in told:
+                _log.info("per-example gradients by the %s engine: %s", engine, reason)
+                entry: Any = {"engine": engine, "engine_reason": reason, "step": self.state.global_step}
+                self.state.log_history.append(entry)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as Transformers does, and the privacy card beside it."""
         super().save_model(output_dir, _internal_call)
-        if self.args.should_save and self._sampler is not None:
-            card.write(output_dir or str(self.args.output_dir), self.privacy_card())
+        # a push copies the weights of a checkpoint into the folder of the run, but not its card
+        folders = {output_dir or self.args.output_dir} | ({self.args.output_dir} if self.args.push_to_hub else set())
+        for folder in folders if self.args.should_save and self._sampler is not None else ():
+            card.write(str(folder), self.privacy_card())
 
     def floating_point_ops(self, inputs: Any) -> int:
         """0: the true number depends on how many rows were drawn."""
@@ -288,15 +278,3 @@ def _loss_in(outputs: Any, model: nn.Module) -> torch.Tensor:
         way_out = "let its forward return a mapping with 'loss', or override compute_per_example_loss"
         raise InputError(f"{type(model).__name__} returned {type(outputs).__name__} without 'loss'; {way_out}")
     return value
-
-
-def _padding_right(model: nn.Module, processing_class: Any) -> RightPaddingCollator | None:
-    """The default collator of a causal language model; None leaves the choice to Transformers."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
-    inner: Any = locate(model).model
-    if type(inner).__name__ not in CAUSAL.values():
-        return None
-    mask = adds_router_loss(inner) or getattr(inner.config, "use_bidirectional_attention", False)
-    pad = getattr(processing_class, "pad_token_id", None) or 0
-    return RightPaddingCollator(pad_token_id=pad, multiple_of=8, keep_mask=bool(mask))

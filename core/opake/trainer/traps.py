@@ -16,22 +16,24 @@ WIDE = (torch.float32, torch.float64)
 DDP = "launch plain DDP, with torchrun or accelerate launch"
 
 
-def refuse(model: nn.Module, args: TrainingArguments, collator: Any, dataset: Any, named: dict[str, Any]) -> None:
-    """Raise InputError, with the way out, for the first trap in what a trainer is constructed from."""
-    if named.get("compute_loss_func") is not None:
-        raise InputError("compute_loss_func sees a whole batch; override compute_per_example_loss(model, row) instead")
+def refuse(model: nn.Module, args: TrainingArguments, collator: Any, dataset: Any) -> None:
+    """Raise InputError, with the way out, for the first trap in what a trainer works with."""
+    args.check()
     for sentence in (*_in_arguments(args), *_in_model(model), *_in_data(dataset, collator)):
         raise InputError(sentence)
     if args.use_compat_patches and not locate(model).pretrained:
-        name = type(model).__name__
-        raise UnsupportedModel(f"{name} is no Transformers model to be made vmap-safe; pass use_compat_patches=False")
+        raise UnsupportedModel(f"{type(model).__name__} is no Transformers model; pass use_compat_patches=False")
 
 
 def refuse_launch(trainer: Any) -> None:
-    """Raise InputError for what accelerate brought along from its own configuration."""
-    for name in ("deepspeed", "fsdp", "fsdp_xla"):
-        if getattr(trainer, f"is_{name}_enabled", False):
-            raise InputError(f"accelerate was launched with {name}, where gradients are not whole; {DDP}")
+    """Raise InputError for what accelerate brought along from its own configuration, or set in the arguments."""
+    for sentence in _in_arguments(trainer.args):
+        raise InputError(sentence)
+    kinds = [name for name in ("deepspeed", "fsdp", "fsdp_xla") if getattr(trainer, f"is_{name}_enabled", False)]
+    if trainer.accelerator.mixed_precision == "fp16":
+        kinds.append("fp16")
+    for kind in kinds:
+        raise InputError(f"accelerate was launched with {kind}, which shards or scales gradients; {DDP}, without fp16")
 
 
 def _in_arguments(args: TrainingArguments) -> Iterator[str]:
@@ -68,17 +70,17 @@ def _in_data(dataset: Any, collator: Any) -> Iterator[str]:
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset or [], "__len__"):
         yield f"{type(dataset).__name__} has no length and cannot be sampled; pass a data set with rows by number"
     elif dataset is not None and len(dataset) == 0:
-        yield "train_dataset has no rows"
+        yield "train_dataset has no rows; leave it out for evaluation alone"
     packs = any(getattr(collator, name, False) for name in ("padding_free", "packing", "return_position_ids"))
     if packs or "Flattening" in type(collator).__name__:
-        yield (
-            f"{type(collator).__name__} packs rows together, so none has a gradient of its own; use "
-            "opake.collate.RightPaddingCollator, or set padding_free and packing to False"
-        )
+        name = type(collator).__name__
+        yield f"{name} packs rows, so none has a gradient of its own; use opake.collate.RightPaddingCollator"
 
 
 def _in_model(model: nn.Module) -> Iterator[str]:
-    """Trainable parameters, and layers that look at the whole batch."""
+    """Wrappers, trainable parameters, and layers that look at the whole batch."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        yield f"the model is wrapped in {type(model).__name__}, which gradients per example cannot enter; pass it bare"
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         yield f"no parameter of {type(model).__name__} is trainable; attach adapters, or set requires_grad"
