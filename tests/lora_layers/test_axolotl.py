@@ -87,7 +87,9 @@ def test_nothing_is_switched_on(cfg: Any) -> None:
     assert kernel_report(model) is None
 
 
-@pytest.mark.parametrize(("cfg", "message"), [({QKV: "true"}, "lora_qkv_kernel='true'"), (None, "a NoneType")])
+@pytest.mark.parametrize(
+    ("cfg", "message"), [({QKV: "true"}, "lora_qkv_kernel='true'"), (None, "a NoneType"), ([QKV], "a list")]
+)
 def test_a_wrong_config_changes_nothing(cfg: Any, message: str) -> None:
     model = peft_model()
     before = model_snapshot(model)

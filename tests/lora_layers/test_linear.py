@@ -132,9 +132,13 @@ def test_the_effective_weight_has_the_dtype_of_the_base() -> None:
 
 
 def test_an_adapter_of_another_shape_or_kind_has_no_effective_weight() -> None:
+    class Wide(nn.Module):
+        def delta_weight(self) -> torch.Tensor:
+            return torch.zeros(5, 6)
+
     base = nn.Linear(6, 4)
     with pytest.raises(PatchError, match="shape mismatch"):
-        LoRALinear(base, LinearAdapter(nn.Linear(6, 5))).weight  # noqa: B018
+        LoRALinear(base, Wide()).weight  # noqa: B018
     with pytest.raises(RuntimeError, match="delta_weight"):
         LoRALinear(base, nn.Linear(6, 4)).weight  # noqa: B018
 
@@ -317,3 +321,18 @@ def test_compiled(fullgraph: bool, x: torch.Tensor) -> None:
     wrapped = layer()
     compiled = torch.compile(wrapped, backend="aot_eager", fullgraph=fullgraph)
     torch.testing.assert_close(compiled(x), wrapped(x))
+
+
+@pytest.mark.parametrize("base", [nn.Linear(6, 4), Conv1D(4, 6)])
+@pytest.mark.parametrize("other", [nn.Linear(5, 4), nn.Linear(6, 5), nn.Linear(4, 6)])
+def test_an_adapter_of_other_sizes_is_refused_at_once(base: nn.Module, other: nn.Linear) -> None:
+    sizes = f"{other.in_features} to {other.out_features}"
+    with pytest.raises(InputError, match=f"maps 6 to 4 and the adapter {sizes}; make it of the layer"):
+        LoRALinear(base, LinearAdapter(other))
+
+
+def test_only_modules_are_taken() -> None:
+    base = nn.Linear(6, 4)
+    for args, message in (((3, base), "to_wrap=3 is a int"), ((base, None), "adapter=None is a NoneType")):
+        with pytest.raises(InputError, match=message):
+            LoRALinear(*args)  # type: ignore[arg-type]

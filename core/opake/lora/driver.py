@@ -20,6 +20,7 @@ from opake.errors import InputError, PatchError, UnsupportedModel
 from opake.patching.state import state_of
 
 from . import input_grads
+from .layers import is_lora
 from .merging import merge_into, require_mergeable
 from .plan import Choices, Step, make_plan
 from .targets import Target, as_patterns, as_targets
@@ -70,8 +71,7 @@ def apply_lora(
         UnsupportedModel: a PEFT model or another wrapper; a model that is patched already. Nothing is changed then.
     """
     _require_bare(model)
-    if not isinstance(canonical, bool):
-        raise InputError(f"canonical={canonical!r} is a {type(canonical).__name__}; it takes True or False")
+    require_switch("canonical", canonical)
     rest = {
         "dropout": dropout,
         "dropout_position": dropout_position,
@@ -82,6 +82,12 @@ def apply_lora(
     choices = Choices(dim, alpha, *patterns, rest)
     install(model, make_plan(model, as_targets(targets, "targets"), as_targets(exclude, "exclude"), choices, canonical))
     return model
+
+
+def require_switch(name: str, value: Any) -> None:
+    """Raise InputError unless an option is True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name}={value!r} is a {type(value).__name__}; it takes True or False")
 
 
 def install(model: nn.Module, steps: Sequence[Step]) -> dict[str, AdapterWrapper]:
@@ -106,6 +112,8 @@ def install(model: nn.Module, steps: Sequence[Step]) -> dict[str, AdapterWrapper
 
 def wrappers(model: nn.Module) -> dict[str, AdapterWrapper]:
     """Every layer of the model with an adapter of ours, by name."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"expected a model (an nn.Module), got {type(model).__name__}: {model!r:.80}")
     return {name: module for name, module in model.named_modules() if isinstance(module, AdapterWrapper)}
 
 
@@ -113,9 +121,9 @@ def wrappers(model: nn.Module) -> dict[str, AdapterWrapper]:
 def disable_adapter(model: nn.Module) -> Iterator[None]:
     """For the length of a `with` block the model computes what it computed without adapters, bit for bit.
 
-    A copy made inside the block has its adapters enabled.
+    A copy made inside the block has its adapters enabled. Raises UnsupportedModel where all adapters are PEFT's.
     """
-    enabled = [wrapper for wrapper in wrappers(model).values() if wrapper._adapter_enabled]
+    enabled = [wrapper for wrapper in _ours(model).values() if wrapper._adapter_enabled]
     for wrapper in enabled:
         wrapper.pause_adapter()
     try:
@@ -126,16 +134,22 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def remove_lora(model: Model) -> Model:
-    """Take every adapter off; the layers are those from before, and what was trainable is so again."""
+    """Take every adapter off; the layers are those from before, and what was trainable is so again.
+
+    Raises UnsupportedModel for a model that is patched, or has PEFT's adapters alone.
+    """
+    _ours(model)
     _require_unpatched(model)
     for owner, key, child in list(_places(model)):
         if isinstance(child, AdapterWrapper):
             owner._modules[key] = child.to_wrap
-    state: Applied | None = vars(model).pop(_KEY, None)
-    if state is not None:
-        input_grads.uninstall(state.hooks)
-        for parameter in state.trainable:
-            parameter.requires_grad_(True)
+    for module in model.modules():
+        # adapters may have been put on a part of the model
+        state: Applied | None = vars(module).pop(_KEY, None)
+        if state is not None:
+            input_grads.uninstall(state.hooks)
+            for parameter in state.trainable:
+                parameter.requires_grad_(True)
     return model
 
 
@@ -146,8 +160,8 @@ def merge_lora(model: Model) -> Model:
         PatchError: a weight that cannot take the sum: quantised, or shared with a layer that has no adapter. Nothing is
             changed then.
     """
+    found = _ours(model)
     _require_unpatched(model)
-    found = wrappers(model)
     if not found:
         raise PatchError(f"{type(model).__name__} has no adapters of opake.lora to merge; apply_lora puts them on")
     for name, wrapper in found.items():
@@ -155,6 +169,17 @@ def merge_lora(model: Model) -> Model:
     for wrapper in found.values():
         merge_into(wrapper)
     return remove_lora(model)
+
+
+def _ours(model: nn.Module) -> dict[str, AdapterWrapper]:
+    """`wrappers`, but for a model that has adapters, and all of them PEFT's."""
+    found = wrappers(model)
+    if not found and any(is_lora(module) for module in model.modules()):
+        raise UnsupportedModel(
+            f"the adapters of this {type(model).__name__} are PEFT's; use its own model.disable_adapter(), "
+            "model.unload() or model.merge_and_unload()"
+        )
+    return found
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

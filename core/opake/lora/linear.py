@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opake.errors import PatchError
+from opake.errors import InputError, PatchError
 from opake_kernels.lora import opake_lora_w
 
 from .adapter import LinearAdapter
@@ -25,8 +25,17 @@ class LoRALinear(AdapterWrapper):
     with the adapter's term in `out`; it is computed from `normed` where there is one, else from x: a layer with a norm
     inside that does not return the norm's output gets the term of the rows before the norm, which `FusedLoRALinear`
     computes after it. Further arguments go to the base, and to the adapter if its forward takes them; `LinearAdapter`
-    takes none.
+    takes none. Raises InputError for an adapter of other sizes than the layer's.
     """
+
+    def __init__(self, to_wrap: nn.Module, adapter: nn.Module) -> None:
+        super().__init__(to_wrap, adapter)
+        own, its = _sizes(to_wrap), _sizes(adapter)
+        if own is not None and its is not None and own != its:
+            raise InputError(
+                f"{type(to_wrap).__name__} maps {own[0]} to {own[1]} and the adapter {its[0]} to {its[1]}; make it of "
+                "the layer, LinearAdapter(layer)"
+            )
 
     @property
     def weight(self) -> torch.Tensor:
@@ -66,6 +75,14 @@ class LoRALinear(AdapterWrapper):
 
     def _opake_projection(self) -> Projection | str:
         return own_projection(self)
+
+
+def _sizes(module: Any) -> tuple[int, int] | None:
+    """(in, out) of a module that says so."""
+    if is_conv1d(module):
+        return module.nx, module.nf
+    found = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return None if None in found else found  # type: ignore[return-value]
 
 
 def _delta_of(adapter: nn.Module) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 
 from opake.errors import InputError
 
-from .driver import wrappers
+from .driver import require_switch, wrappers
 from .factors import Factors, factors_of, ranks_of
 from .peft_load import CANONICAL, CONFIG, PREFIX, WEIGHTS, load_peft_adapter
 from .peft_rewrites import require_read_as_written
@@ -54,6 +54,7 @@ def save_peft_adapter(
         InputError: no adapters, or dropout that PEFT has no word for; layers that the installed PEFT would take for
             others: in models whose experts were separate layers once, it reads names such as `up_proj` as those.
     """
+    require_switch("for_peft", for_peft)
     tensors, config = peft_state(model)
     if for_peft:
         require_read_as_written(model, config)
@@ -78,6 +79,8 @@ def peft_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any
         raise InputError(f"{type(model).__name__} has no adapters of opake.lora; apply_lora puts them on")
     tensors = {}
     for name, factors in found.items():
+        if factors.A.is_meta or factors.B.is_meta:
+            raise InputError(f"the adapter of {name} is on the meta device and has no values to save")
         for kind, tensor in (("A", factors.A), ("B", factors.B)):
             tensors[f"{PREFIX}{name}.lora_{kind}.weight"] = tensor.detach().cpu().clone().contiguous()
     return tensors, _config(model, found)

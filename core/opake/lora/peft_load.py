@@ -16,7 +16,7 @@ from opake.errors import InputError
 
 from .adapter import LinearAdapter
 from .canonical import CanonicalAdapter
-from .driver import _require_bare, install
+from .driver import _require_bare, install, require_switch
 from .gating import gating_module
 from .peft_settings import read_settings, require_plain
 from .plan import Choices, Step, make_plan
@@ -51,6 +51,7 @@ def load_peft_adapter(
         UnsupportedModel: as of `apply_lora`. Nothing is changed then.
     """
     _require_bare(model)
+    require_switch("canonical", canonical)
     config, tensors, ranks = _read(Path(directory))
     _require_pairs_alone(tensors)
     pairs = _pairs(_without_base(model, tensors))
@@ -136,6 +137,8 @@ def _require_fit(model: nn.Module, name: str, A: torch.Tensor, B: torch.Tensor) 
             f"{name} is a {type(module).__name__} without a weight of its own, such as stacked experts; use PEFT"
         )
     shape = shape_of(module)
+    if shape.device.type == "meta":
+        raise InputError(f"{name} is on the meta device, where an adapter would have no values; load the model first")
     a, b, want = tuple(A.shape), tuple(B.shape), (shape.in_features, shape.out_features)
     if A.dim() != 2 or B.dim() != 2 or a[0] != b[1] or (a[1], b[0]) != want:
         raise InputError(

@@ -73,9 +73,20 @@ def select(
         if not named and target not in served:
             raise names_nothing(model, target, known)
         found |= {name: m for name, m in named.items() if not any(matches(name, each) for each in exclude)}
+    _require_alone(known, found, exclude)
     if not found and not served:
         raise InputError(f"every module that {', '.join(map(shown, targets))} names is excluded")
     return found
+
+
+def _require_alone(known: Mapping[str, nn.Module], found: Mapping[str, nn.Module], exclude: Sequence[Target]) -> None:
+    """Raise InputError for a layer that stands at several places, of which only some are excluded."""
+    names = {id(module): name for name, module in found.items()}
+    for name, module in known.items():
+        if id(module) in names and any(matches(name, each) for each in exclude):
+            raise InputError(
+                f"{name} is excluded and is the same layer as {names[id(module)]}; exclude both or neither"
+            )
 
 
 def as_targets(value: Any, what: str) -> list[Target]:
@@ -141,4 +152,6 @@ def _hint(target: Target, known: Mapping[str, nn.Module]) -> str:
     if near:
         return f"; did you mean {near[0]!r}?"
     linear = sorted({n.rpartition(".")[2] for n, m in known.items() if isinstance(m, nn.Linear) or is_conv1d(m)})
+    if not linear:
+        return "; it holds no linear layer. A single layer is wrapped by LoRALinear(layer, LinearAdapter(layer))"
     return f"; its linear layers end in {', '.join(linear)}"

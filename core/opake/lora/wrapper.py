@@ -35,6 +35,9 @@ class AdapterWrapper(nn.Module):
 
     def __init__(self, to_wrap: nn.Module, adapter: nn.Module) -> None:
         super().__init__()
+        for name, module in {"to_wrap": to_wrap, "adapter": adapter}.items():
+            if not isinstance(module, nn.Module):
+                raise InputError(f"{name}={module!r:.80} is a {type(module).__name__}; it takes an nn.Module")
         if isinstance(to_wrap, AdapterWrapper):
             raise InputError(
                 f"this {type(to_wrap.to_wrap).__name__} has an adapter already, and two would have the same names; "

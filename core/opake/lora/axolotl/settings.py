@@ -25,7 +25,7 @@ def switch(cfg: Any, key: str) -> bool | None:
 
 def switches(cfg: Any) -> dict[str, bool]:
     """Every kernel switch; what is absent is off."""
-    if cfg is None or isinstance(cfg, str | bytes | int | float):
+    if cfg is None or isinstance(cfg, str | bytes | int | float | list | tuple | set):
         raise OptionTypeError(f"cfg is a {type(cfg).__name__}; it takes a mapping or an object with {KERNELS[0]}, ...")
     return {key: bool(switch(cfg, key)) for key in KERNELS}
 
