@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from opake.errors import InputError, PatchError
-from opake.lora import LinearAdapter, LoRALinear
+from opake.lora import FusedLoRALinear, LinearAdapter, LoRALinear
 
-from .subjects import fused, loop_and_vmap, randomised
+from .subjects import fused, loop_and_vmap, randomised, trainable
 
 
 def layer(base: nn.Module | None = None, **choices: Any) -> LoRALinear:
@@ -336,3 +337,39 @@ def test_only_modules_are_taken() -> None:
     for args, message in (((3, base), "to_wrap=3 is a int"), ((base, None), "adapter=None is a NoneType")):
         with pytest.raises(InputError, match=message):
             LoRALinear(*args)  # type: ignore[arg-type]
+
+
+# torch's own remark on what its hessian uses
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.parametrize("kind", [LoRALinear, FusedLoRALinear])
+def test_unfused_it_has_derivatives_of_any_order(kind: Any) -> None:
+    base = nn.Linear(4, 3).double().requires_grad_(False)
+    wrapped = randomised(kind(base, LinearAdapter(base, dim=2)))
+    params = {name: p.detach() for name, p in trainable(wrapped).items()}
+    x = torch.randn(5, 4, dtype=torch.float64)
+
+    def value(params: Any) -> torch.Tensor:
+        out = functional_call(wrapped, params, (x,))
+        return (out if isinstance(out, torch.Tensor) else out[0]).sin().sum()
+
+    with pytest.raises(RuntimeError, match="forward-mode differentiation"):
+        torch.func.hessian(value)(params)
+    wrapped.fuse = False
+    assert fused(value(params)) == {}
+    found = torch.func.hessian(value)(params)
+
+    def plain(params: Any) -> torch.Tensor:
+        A, B = params["adapter.linear_in.weight"], params["adapter.linear_out.weight"]
+        return (functional.linear(x, base.weight, base.bias) + wrapped.adapter.scale * x @ A.T @ B.T).sin().sum()
+
+    want = torch.func.hessian(plain)(params)
+    for first, second in ((a, b) for a in params for b in params):
+        torch.testing.assert_close(found[first][second], want[first][second])
+
+
+def test_traced() -> None:
+    wrapped, x = layer(), torch.randn(3, 6, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(wrapped, (x,))
+    torch.testing.assert_close(traced(2 * x), wrapped(2 * x))

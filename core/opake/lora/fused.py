@@ -81,7 +81,7 @@ class FusedLoRALinear(BranchedLoRALinear):
         if not self._adapter_enabled:
             return main(x)[0], None
         found = self._whole()
-        if isinstance(found, str) or torch.compiler.is_compiling():
+        if isinstance(found, str) or torch.compiler.is_compiling() or torch.jit.is_tracing():
             product, rows = main(x)
             return lora(rows, product), None
         rows = main.norm(x)
@@ -89,6 +89,8 @@ class FusedLoRALinear(BranchedLoRALinear):
 
     def _whole(self) -> Projection | str:
         """Base product and adapter as one projection, or why they are two."""
+        if not self.fuse:
+            return "fusing is switched off"
         if hooked(self.to_wrap):
             return "there is a hook on the base layer"
         base = base_projection(self.to_wrap, nn.Linear, LayerNormLinear)

@@ -26,7 +26,11 @@ class LoRALinear(AdapterWrapper):
     inside that does not return the norm's output gets the term of the rows before the norm, which `FusedLoRALinear`
     computes after it. Further arguments go to the base, and to the adapter if its forward takes them; `LinearAdapter`
     takes none. Raises InputError for an adapter of other sizes than the layer's.
+
+    fuse: False takes the unfused sum, which has derivatives of any order and in forward mode
     """
+
+    fuse: bool = True
 
     def __init__(self, to_wrap: nn.Module, adapter: nn.Module) -> None:
         super().__init__(to_wrap, adapter)
@@ -59,7 +63,7 @@ class LoRALinear(AdapterWrapper):
         return bias
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs and not torch.compiler.is_compiling():
+        if not args and not kwargs and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
             found = read(self, x)
             if isinstance(found, Projection) and found.adapter is not None:
                 return opake_lora_w(x, found.W, found.A, found.B, found.scaling, found.bias)

@@ -17,6 +17,8 @@ def own_projection(module: Any) -> Projection | str:
     layer, adapter = module._modules["to_wrap"], module._modules["adapter"]
     if not module._adapter_enabled:
         return "adapters are disabled"
+    if not module.fuse:
+        return "fusing is switched off"
     base = base_projection(layer)
     if isinstance(base, str):
         return base

@@ -100,7 +100,7 @@ class TEFusedLoRALinear(BranchedLoRALinear):
         """Whether layer and adapter compute what their weights say: no subclass, no other parts."""
         adapter: Any = self.adapter
         parts, drop = (adapter.linear_in, adapter.linear_out), adapter.dropout
-        usual = type(self.to_wrap) in self._wrapped() and type(adapter) is LinearAdapter
+        usual = self.fuse and type(self.to_wrap) in self._wrapped() and type(adapter) is LinearAdapter
         return usual and type(drop) in (nn.Identity, nn.Dropout) and all(_is_bare(part) for part in parts)
 
     def _is_hooked(self) -> bool:
