@@ -165,6 +165,20 @@ def test_all_linear_takes_quantised_layers() -> None:
         merge_lora(model)
 
 
+class Pair(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
+@pytest.mark.parametrize("kind", [LayerNormLinear, Pair])
+def test_what_peft_has_no_adapter_for_is_not_written(kind: Any, tmp_path: Path) -> None:
+    base = kind(6, 4)
+    model = nn.ModuleDict({"a": LoRALinear(base, LinearAdapter(base))})
+    with pytest.raises(InputError, match=f"a: PEFT and load_peft_adapter have no adapter for a {kind.__name__}"):
+        save_peft_adapter(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 class Halves(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) / 2

@@ -13,6 +13,7 @@ from .adapter import LinearAdapter
 from .canonical import CanonicalAdapter
 from .gating import gating_module
 from .router import LoRATopKRouter
+from .shapes import answers_linearly
 from .wrapper import AdapterWrapper
 
 
@@ -29,11 +30,13 @@ class Factors:
 
 
 def factors_of(name: str, wrapper: AdapterWrapper) -> tuple[str, Factors]:
-    """(name of the module whose weight is adapted, factors). InputError for an adapter that is not ours."""
+    """(name of the module whose weight is adapted, factors). InputError for what PEFT cannot have."""
     below, bare = "", False
     if isinstance(wrapper, LoRATopKRouter):
         below, _ = gating_module(wrapper.to_wrap)
         bare = not below
+    elif getattr(wrapper.to_wrap, "normalization", None) or not answers_linearly(wrapper.to_wrap):
+        raise InputError(f"{name}: PEFT and load_peft_adapter have no adapter for a {type(wrapper.to_wrap).__name__}")
     place = f"{name}.{below}" if below else name
     adapter: Any = wrapper.adapter
     if isinstance(adapter, CanonicalAdapter):

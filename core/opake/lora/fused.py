@@ -17,7 +17,7 @@ from opake_kernels.lora import opake_lora_w
 
 from .adapter import LinearAdapter
 from .branches import BranchedLoRALinear, require_plain
-from .layers import Projection, base_projection, hooked
+from .layers import Projection, base_projection, hooked, traced
 from .norm_linear import LayerNormLinear
 from .outputs import product_of
 from .own import with_adapter
@@ -81,7 +81,7 @@ class FusedLoRALinear(BranchedLoRALinear):
         if not self._adapter_enabled:
             return main(x)[0], None
         found = self._whole()
-        if isinstance(found, str) or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if isinstance(found, str) or traced():
             product, rows = main(x)
             return lora(rows, product), None
         rows = main.norm(x)

@@ -180,6 +180,11 @@ def _plain(tensor: Any) -> bool:
     return type(tensor) in PLAIN_TENSORS and tensor.is_floating_point()
 
 
+def traced() -> bool:
+    """Whether torch.compile, torch.export or torch.jit.trace looks on: they are shown plain torch."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
 def hooked(module: Any) -> bool:
     """Whether calling `module` runs anything besides the forward of its class: hooks, or a forward of its own."""
     return "forward" in vars(module) or called_around(module)

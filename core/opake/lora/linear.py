@@ -11,7 +11,7 @@ from opake.errors import InputError, PatchError
 from opake_kernels.lora import opake_lora_w
 
 from .adapter import LinearAdapter
-from .layers import Projection, read
+from .layers import Projection, read, traced
 from .outputs import read_output
 from .own import own_projection
 from .shapes import is_conv1d
@@ -63,7 +63,7 @@ class LoRALinear(AdapterWrapper):
         return bias
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+        if not args and not kwargs and not traced():
             found = read(self, x)
             if isinstance(found, Projection) and found.adapter is not None:
                 return opake_lora_w(x, found.W, found.A, found.B, found.scaling, found.bias)

@@ -43,6 +43,13 @@ def is_linear_map(module: nn.Module) -> bool:
         return True
     if not isinstance(module, nn.Linear) or isinstance(module.weight, UninitializedParameter):
         return False
+    return answers_linearly(module)
+
+
+def answers_linearly(module: Any) -> bool:
+    """Whether a linear layer answers as one; what is not of nn.Linear is believed."""
+    if not isinstance(module, nn.Linear):
+        return True
     if type(module).forward is nn.Linear.forward or type(module).__module__.startswith(QUANTISED):
         return True
     rows = torch.zeros(2, module.in_features, dtype=module.weight.dtype, device=module.weight.device)
