@@ -43,6 +43,7 @@ FAMILIES = {
     "phi3": {"mlp": 2, "w": 4},
     "gpt2": {"w": 8},
     "gpt_neox": {"w": 8},
+    "falcon": {"w": 8},
     "opt": {"qkv": 2, "w": 6},
     "deepseek_v3": {"w": 10},
     "qwen3_5_text": {"mlp": 2, "qkv": 1, "w": 6},

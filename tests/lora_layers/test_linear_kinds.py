@@ -30,7 +30,7 @@ from opake.lora import (
 )
 from opake.testing.oracle import model_loop_gradients, relative_error
 
-from .subjects import BATCH, double_model, loop_and_vmap, patch, randomised, trainable
+from .subjects import BATCH, double_model, fused, gradients, loop_and_vmap, patch, randomised, trainable
 
 pytestmark = pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
 
@@ -91,6 +91,7 @@ def test_falcon_by_name_and_by_all_linear() -> None:
 def test_falcon_has_per_example_gradients() -> None:
     model = randomised(apply_lora(double_model("falcon")))
     want = model_loop_gradients(model, **BATCH)
+    assert fused(gradients(model)[0]) == {"w": 8}
     patch(model)
     assert relative_error(per_example_grads(model, engine="vmap")(trainable(model), **BATCH), want) < 1e-9
 

@@ -93,7 +93,7 @@ class FusedLoRALinear(BranchedLoRALinear):
             return "fusing is switched off"
         if hooked(self.to_wrap):
             return "there is a hook on the base layer"
-        base = base_projection(self.to_wrap, nn.Linear, LayerNormLinear)
+        base = base_projection(self.to_wrap, LayerNormLinear)
         return base if isinstance(base, str) else with_adapter(base, self.adapter)
 
 

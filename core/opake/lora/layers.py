@@ -16,6 +16,8 @@ from torch import nn
 
 # variants whose forward is that of plain LoRA
 PLAIN_VARIANTS = frozenset({"MiCALinearVariant"})
+# subclasses of nn.Linear that compute x W^T + bias in other words
+WRITTEN_OUT = frozenset({("transformers.models.falcon.modeling_falcon", "FalconLinear")})
 # weights that functional_call or a transform puts in place are plain tensors; subclasses have arithmetic of their own
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
@@ -145,16 +147,22 @@ def _base(layer: Any, module: nn.Module) -> Projection | str:
     found = base_projection(layer)
     if isinstance(found, str):
         return found
-    if getattr(module, "fan_in_fan_out", False) != (type(layer) is not nn.Linear):
+    if getattr(module, "fan_in_fan_out", False) == is_product(layer):
         return "fan_in_fan_out contradicts the base layer"
     if layer is not module and hooked(layer):
         return "there is a hook on the base layer"
     return found
 
 
+def is_product(layer: object) -> bool:
+    """Whether this computes x W^T + bias and nothing else, by its class."""
+    cls = type(layer)
+    return cls is nn.Linear or (cls.__module__, cls.__qualname__) in WRITTEN_OUT
+
+
 def base_projection(layer: Any, *kinds: type) -> Projection | str:
     """The projection that a plain linear layer, or one of exactly these kinds, computes; its weights are frozen."""
-    transposed = type(layer) not in (kinds or (nn.Linear,))
+    transposed = not is_product(layer) and type(layer) not in kinds
     if transposed and type(layer) is not _conv1d():
         return f"the base layer is a {type(layer).__name__}"
     if not {"weight", "bias"} <= layer._parameters.keys():
