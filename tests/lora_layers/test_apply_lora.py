@@ -90,7 +90,8 @@ def test_exclusions_and_patterns() -> None:
     [
         ({"targets": "q_porj"}, "did you mean 'q_proj'"),
         ({"targets": ["q_proj", "w1"]}, "named by 'w1'; its linear layers end in down_proj"),
-        ({"targets": re.compile("q_proj")}, "the whole name|named by 'q_proj'"),
+        ({"targets": re.compile("q_proj")}, "named by 'q_proj'; a compiled pattern must match the whole name"),
+        ({"targets": re.compile("w1")}, "named by 'w1'; its linear layers end in"),
         ({"targets": 3}, "it takes names, wildcards or compiled patterns"),
         ({"targets": "embed_tokens"}, "is an embedding"),
         ({"targets": "self_attn"}, "is a LlamaAttention, which is neither a linear layer nor a router"),

@@ -415,3 +415,5 @@ def test_no_attention_class(tmp_path: Path) -> None:
     tiny_config("mamba").save_pretrained(tmp_path)
     with pytest.raises(ImportError, match="MambaForCausalLM has no attention with projections"):
         get_attention_cls_from_config({"base_model": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"(?s)no_such_folder.*its config cannot be read.*apply_lora_kernel_patches"):
+        get_attention_cls_from_config({"base_model": str(tmp_path / "no_such_folder")})

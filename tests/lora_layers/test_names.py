@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,16 @@ def test_every_name_is_there_and_every_public_name_is_documented_by_itself() -> 
         assert inspect.getdoc(value), name
     with pytest.raises(AttributeError, match="no attribute 'LoraLinear'"):
         opake.lora.LoraLinear  # noqa: B018
+
+
+def test_the_page_says_what_has_become_of_every_symbol_of_the_documents() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "lora_layers.md").read_text(encoding="utf-8")
+    table = page.partition("| seed symbol | ours |")[2].partition("\n\n")[0]
+    methods = {name.partition(".")[2] for name in DOCUMENT if "._" in name and "__" not in name}
+    symbols = {name.partition(".")[0] for name in DOCUMENT} | methods | FUNCTIONS.keys() | {".weight", ".bias"}
+    assert len(symbols) == 17
+    for symbol in symbols:
+        assert symbol in table, symbol
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -146,6 +146,8 @@ def shown(target: Target) -> str:
 
 
 def _hint(target: Target, known: Mapping[str, nn.Module]) -> str:
+    if isinstance(target, re.Pattern) and any(target.search(name) for name in known):
+        return "; a compiled pattern must match the whole name, so begin it with '.*', or pass a string"
     endings = {name.rpartition(".")[2] for name in known if not name[-1].isdigit()}
     text = target.pattern if isinstance(target, re.Pattern) else target
     near = difflib.get_close_matches(text.rpartition(".")[2], endings, n=1)

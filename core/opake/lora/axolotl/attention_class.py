@@ -31,14 +31,14 @@ def get_attention_cls_from_config(cfg: Any) -> type[nn.Module]:
 
     Raises:
         InputError (a ValueError): no base_model.
-        AttentionClassNotFound (a ValueError and an ImportError): the model's code is not there, or has no such class.
+        AttentionClassNotFound (a ValueError and an ImportError): its config or code is not there, or has no such class.
     """
     import transformers
 
     name, trust = base_model(cfg), bool(setting(cfg, "trust_remote_code"))
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, OSError) as error:
         raise AttentionClassNotFound(_message(name, f"its config cannot be read: {error}")) from error
     named = None
     if not (trust and getattr(config, "auto_map", None)):
