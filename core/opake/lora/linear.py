@@ -10,6 +10,7 @@ from torch import nn
 from opake.errors import InputError, PatchError
 from opake_kernels.lora import opake_lora_w
 
+from . import frozen
 from .adapter import LinearAdapter
 from .layers import Projection, read, traced
 from .outputs import read_output
@@ -70,7 +71,7 @@ class LoRALinear(AdapterWrapper):
         return self._separately(x, *args, **kwargs)
 
     def _separately(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = self.to_wrap(x, *args, **kwargs)
+        result = self.to_wrap(x, *args, **kwargs) if args or kwargs else frozen.call(self.to_wrap, x)
         if not self._adapter_enabled:
             return result
         base = read_output(result, self.to_wrap, x)
