@@ -10,8 +10,9 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from opake.checking.tiny import tiny_model
+from opake.errors import PatchError
 from opake.functional import clipped_grad, per_example_grads
-from opake.lora import LinearAdapter, LoRALinear, apply_lora
+from opake.lora import LinearAdapter, LoRALinear, apply_lora, merge_lora
 from opake.lora.frozen import is_opaque
 from opake.testing.oracle import model_loop_gradients, relative_error
 
@@ -114,6 +115,23 @@ def test_only_frozen_special_weights_are_meant() -> None:
     assert not is_opaque(nn.Linear(6, 4).requires_grad_(False))
     assert not is_opaque(nn.Linear(6, 4))
     assert not is_opaque(nn.Conv1d(6, 4, 1))
+
+
+class Special(torch.Tensor):
+    """A weight with arithmetic of its own."""
+
+
+def test_weights_of_special_classes_are_opaque_and_not_merged_into() -> None:
+    layer = nn.Linear(6, 4).double()
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Special), requires_grad=False)
+    layer.requires_grad_(False)
+    assert type(layer.weight) is Special
+    assert is_opaque(layer)
+    model = randomised(apply_lora(nn.Sequential(layer), "0", dim=2))
+    loop, got = loop_and_vmap(model, torch.randn(3, 5, 6, dtype=torch.float64))
+    assert relative_error(got, loop) < 1e-9
+    with pytest.raises(PatchError, match="0: a Linear cannot take a LinearAdapter into its weight"):
+        merge_lora(model)
 
 
 def test_there_is_no_second_derivative() -> None:

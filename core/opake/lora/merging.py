@@ -11,6 +11,7 @@ from torch import nn
 from opake.errors import PatchError
 
 from .gating import gating_module
+from .layers import PLAIN_TENSORS
 from .outputs import product_of
 from .router import LoRATopKRouter
 from .shapes import answered, is_conv1d
@@ -21,7 +22,8 @@ def require_mergeable(model: nn.Module, name: str, wrapper: AdapterWrapper) -> N
     """Raise PatchError unless the weight is a plain one of a plain product, which no layer without an adapter uses."""
     holder = _holder(wrapper)
     weight: Any = holder._parameters.get("weight")
-    if weight is None or not weight.is_floating_point() or not hasattr(wrapper.adapter, "delta_weight"):
+    plain = type(weight) in PLAIN_TENSORS and weight.is_floating_point()
+    if not plain or not hasattr(wrapper.adapter, "delta_weight"):
         raise PatchError(
             f"{name}: a {type(holder).__name__} cannot take a {type(wrapper.adapter).__name__} into its weight; keep it"
         )
