@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 INPUT_GRAD_HOOK = "make_inputs_require_grad"
@@ -213,6 +214,18 @@ def is_checkpointing_layer(module: nn.Module) -> bool:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return isinstance(module, GradientCheckpointingLayer)
+
+
+def compresses_ahead(module: nn.Module) -> bool:
+    """Whether this attention lets early tokens see windows of later ones that were compressed into one.
+
+    DeepSeek-V4 before Transformers 5.9: its compressor gave no bias along with the windows.
+    """
+    compressor = getattr(module, "compressor", None)
+    if not hasattr(compressor, "compress_rate"):
+        return False
+    hints = inspect.get_annotations(type(compressor).forward, eval_str=True)
+    return hints.get("return") is torch.Tensor
 
 
 # None is a model whose class name says nothing, such as GPT2LMHeadModel; its loss is the causal one

@@ -31,7 +31,7 @@ def _load_halves(G, U, start, C, WIDE, GATED: tl.constexpr, PAIRED: tl.constexpr
     return g, u
 
 
-@jit
+@jit(do_not_specialize=["NB"])
 def gated_fwd_kernel(
     G, U, H, C, WIDE, NB, row_g, row_u, row_h, alpha, limit, offset,
     KIND: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr,
@@ -51,7 +51,7 @@ def gated_fwd_kernel(
     tl.store(H + row * row_h + cols, h, mask=cols < C)
 
 
-@jit
+@jit(do_not_specialize=["NB"])
 def gated_bwd_kernel(
     D, G, U, DG, DU, C, WIDE, NB, row_d, row_g, row_u, row_dg, row_du, alpha, limit, offset,
     KIND: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, CLAMP: tl.constexpr,

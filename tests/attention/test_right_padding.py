@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import BertConfig, BertForMaskedLM
 
-from opake import registry
+from opake import hf, registry
+from opake.checking import answers
 from opake.checking.tiny import tiny_config, tiny_model
 from opake.collate import RightPaddingCollator, needs_mask
 from opake.errors import InputError
@@ -40,12 +42,18 @@ def gradients(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 @pytest.mark.filterwarnings("ignore:no family for", "ignore:There is a performance drop")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_the_rows_alone(family: str) -> None:
+    answer = answers.for_version(transformers.__version__).types.get(family)
+    if answer is not None and not answer.proven:
+        pytest.skip(f"this Transformers: {answer.reason}")
     try:
         model = tiny_model(tiny_config(family))
         # a router that draws its experts in training gives no two forwards alike
         model.train(not hasattr(model.config, "router_jitter_noise"))
     except InputError as error:
         pytest.skip(f"this Transformers: {error}")
+    if any(map(hf.compresses_ahead, model.modules())):
+        assert "later tokens" in (needs_mask(model) or "")
+        pytest.skip(f"this Transformers: {needs_mask(model)}")
     # in float64 a difference is no rounding; eager masks and grouped products know float32
     single = model.config._attn_implementation == "eager" or any(p.dim() == 3 for p in model.parameters())
     limit = 2e-5 if single else 1e-6

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +121,31 @@ def test_what_flows_into_a_part_is_sent_away_and_comes_back(monkeypatch: pytest.
     assert relative_error(gradients(model, rows), want) < 5e-6
     # the hidden states of each layer and nothing that layers share
     assert [tuple(shape[-2:]) for shape in sent] == [(16, 32)] * LAYERS
+
+
+def test_what_was_sent_away_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def send(tensors: list[torch.Tensor], needs: Any, given_count: int) -> dict[int, torch.device]:
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in given))
+        away = {i: t.device for i, t in enumerate(tensors) if i >= given_count and needs[i]}
+        for i in away:
+            given.append(weakref.ref(tensors[i]))
+            tensors[i] = tensors[i].detach().clone()
+        return away
+
+    monkeypatch.setattr(rematerialise, "_send_away", send)
+    model, rows = built(), batch()
+    apply_model_patches(model)
+    selective_checkpointing(model, save_on_cpu=True)
+    with batched_step():
+        loss = model(**rows, use_cache=False).loss
+    loss.backward()
+    # the stream that enters a layer is gone when the next but one is reached
+    assert len(alive) == LAYERS
+    assert max(alive) <= 1
 
 
 def test_transformers_own_policies_reach_transforms() -> None:

@@ -237,5 +237,4 @@ def test_the_public_op_takes_it(device, check_op) -> None:
     check_op(*ops, tensors, (0, 1, 2, 3), rms=True)
     leaves = [t.to(device).requires_grad_() for t in heads()]
     graph = opake_attention(*leaves, softcap=2.0).grad_fn
-    assert graph is not None
-    assert graph.name() == "opake_attention_tritonBackward"
+    assert type(graph).__name__ == "opake_attention_tritonBackward"

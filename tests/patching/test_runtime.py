@@ -169,8 +169,10 @@ def test_default_collators() -> None:
     row = {"input_ids": [1, 2, 3], "label": 1}
     expected = DefaultDataCollator()([row])
     apply_runtime_patches()
-    assert transformers.default_data_collator is not default_data_collator
-    assert set(transformers.default_data_collator([])) == {"input_ids", "attention_mask", "labels"}
+    # Transformers puts a second module in the place of itself when parts of it are imported
+    module = sys.modules["transformers"]
+    assert module.default_data_collator is not default_data_collator
+    assert set(module.default_data_collator([])) == {"input_ids", "attention_mask", "labels"}
     assert set(DefaultDataCollator()([])) == {"input_ids", "attention_mask", "labels"}
     found = DefaultDataCollator()([row])
     assert found.keys() == expected.keys()
@@ -184,7 +186,8 @@ def test_checkpoint_by_name_inside_a_transform() -> None:
         return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sin().sum()
 
     x = torch.randn(4, 3)
-    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+    # torch 2.11 says what it cannot map, newer ones why
+    with pytest.raises(RuntimeError, match=r"saved tensor hooks|_NoopSaveInputs"):
         vmap(grad(loss))(x)
     expected = vmap(grad(lambda row: layer(row).sin().sum()))(x)
     apply_runtime_patches()

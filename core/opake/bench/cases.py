@@ -28,7 +28,7 @@ class Case:
     for sizes at which the GPU's work is nothing, to time Python. diff: positions to differentiate. nbytes: fewest of
     forward plus backward. liger: imports and returns the rival, None if it has none. grouped: position of the weight
     that takes an example axis of its own in plain autograd, or positions of weights that take it as expanded views, as
-    the batched engine gives it; None for ops without a weight.
+    the batched engine gives it; None for ops without a weight. maps: whether it runs under vmap.
     """
 
     op: str
@@ -41,6 +41,7 @@ class Case:
     ours: Op
     liger: Callable[[], Op] | None = None
     grouped: int | tuple[int, ...] | None = None
+    maps: bool = True
 
 
 CASES: dict[str, Callable[[], Case]] = {}

@@ -56,11 +56,15 @@ def _provider(case: Case, name: str) -> Op | None:
 
 
 def _modes(case: Case, name: str, op: Op) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
-    yield "plain", lambda: plain(op, case.arguments(False), case.diff)
-    if name in ("ours", "torch"):
+    if name not in ("ours", "torch"):
+        # some rivals read the device, which no capture allows
+        yield "plain", lambda: plain(op, case.arguments(False), case.diff)
+        return
+    yield "plain", lambda: captured(plain(op, case.arguments(False), case.diff))
+    if case.maps:
         yield "vmap", lambda: captured(per_example(op, case, case.arguments(False)))
     if name == "ours" and case.grouped is not None:
-        yield "group", lambda: group(op, case, case.arguments(False))
+        yield "group", lambda: captured(group(op, case, case.arguments(False)))
 
 
 def _row(case: Case, name: str, mode: str, measured: Callable[[], dict[str, Any]]) -> Row:
@@ -83,7 +87,7 @@ def _measured(case: Case, name: str, op: Op) -> Iterator[Row]:
     for mode, make in _modes(case, name, op):
         yield _row(case, name, mode, partial(_timed, case, make))
     if name in ("ours", "torch"):
-        for mapped in (False, True):
+        for mapped in (False, True) if case.maps else (False,):
             yield _row(case, name, "python vmap" if mapped else "python plain", partial(_python, case, op, mapped))
 
 

@@ -88,7 +88,7 @@ def _floor(of: Case) -> Case:
         return full[0], *full[1::3]
 
     op: Op = _Products.apply
-    return Case(f"{of.op}_floor", of.size, arguments, (0,), (0, None, None, None), of.nbytes, op, op)
+    return Case(f"{of.op}_floor", of.size, arguments, (0,), (0, None, None, None), of.nbytes, op, op, maps=False)
 
 
 @case

@@ -1,8 +1,9 @@
-"""How a case is timed: medians by device events, per-example work replayed from a CUDA graph, Python on its own line.
+"""How a case is timed: medians by device events, replayed from a CUDA graph, and Python on its own line.
 
-plain: forward and backward of the whole batch. vmap: per-example gradients by vmap(vjp), captured, so that the GPU's
-work alone is timed. group: the same gradients in plain autograd, the weight carrying an example axis. python: wall time
-one more call costs at sizes where the GPU has nothing to do, in plain autograd and under vmap(vjp).
+plain: forward and backward of the whole batch. vmap: per-example gradients by vmap(vjp). group: the same gradients in
+plain autograd, the weight carrying an example axis. Ours and torch's are captured, so that the GPU's work alone is
+timed; compiled and Liger's run as they are, at sizes where the GPU is the slower part. python: wall time one more call
+costs at sizes where the GPU has nothing to do, in plain autograd and under vmap(vjp).
 """
 
 from __future__ import annotations

@@ -64,7 +64,9 @@ def remat_reached(
         return fn(*args, **kwargs)
     call = _Call(fn, args, kwargs, reached.modules, preserve_rng=preserve_rng)
     call.away = away
-    return call.rebuild(_Remat.apply(call, *call.tensors))
+    # the call outlives its forward: what it held of its inputs could not be sent away
+    tensors, call.tensors = call.tensors, ()
+    return call.rebuild(_Remat.apply(call, *tensors))
 
 
 class _Call:

@@ -17,7 +17,8 @@ def needs_mask(model: nn.Module) -> str | None:
     """Why `RightPaddingCollator` must keep the mask for this model, in words; None for causal models.
 
     Causal attention, windows, convolutions and recurrences reach back only: padding on the right changes no labelled
-    token. Attention that looks both ways and a router's loss over all tokens see it.
+    token. Attention that looks both ways and a router's loss over all tokens see it. So do the compressed windows of
+    DeepSeek-V4 before Transformers 5.9, with the mask as well, but then as that Transformers has it.
     """
     model = _inner(model)
     config: Any = getattr(model, "config", None)
@@ -30,6 +31,8 @@ def needs_mask(model: nn.Module) -> str | None:
     both = [m for m in model.modules() if getattr(m, "is_causal", True) is False and _reads_text(m, text)]
     if both or getattr(text, "use_bidirectional_attention", False):
         return f"attention of {name} looks both ways" + (f" ({type(both[0]).__name__})" if both else "")
+    if any(map(hf.compresses_ahead, model.modules())):
+        return f"attention of {name} sees compressed windows of later tokens in this Transformers"
     return None
 
 

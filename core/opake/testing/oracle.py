@@ -55,6 +55,13 @@ def model_loop_gradients(model: torch.nn.Module, **rows: torch.Tensor | Any) -> 
     return _stacked(params, grads)
 
 
+def batch_gradients(model: torch.nn.Module, **rows: torch.Tensor | Any) -> dict[str, torch.Tensor]:
+    """Gradients of an ordinary backward pass over the whole batch; 0 for what it does not use, a vision tower say."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    loss = model(**rows).loss
+    return dict(zip(params, torch.autograd.grad(loss, list(params.values()), materialize_grads=True), strict=True))
+
+
 def _stacked(params: Mapping[str, torch.Tensor], grads: list[tuple]) -> dict[str, torch.Tensor]:
     return {
         name: torch.stack([torch.zeros_like(p) if row[j] is None else row[j] for row in grads]).detach()
@@ -64,14 +71,23 @@ def _stacked(params: Mapping[str, torch.Tensor], grads: list[tuple]) -> dict[str
 
 def relative_error(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> float:
     """Largest `max |got - want| / max |want|` over parameters; infinite if anything is missing or not finite."""
-    if got.keys() != want.keys() or any(got[name].shape != want[name].shape for name in want):
+    if got.keys() != want.keys():
         return math.inf
+    return max(relative_errors(got, want).values())
+
+
+def relative_errors(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """`max |got - want| / max |want|` of each parameter; infinite where a shape differs or something is not finite."""
+    if any(got[name].shape != want[name].shape for name in want):
+        return dict.fromkeys(want, math.inf)
     got, want = ({name: t.detach().double() for name, t in side.items()} for side in (got, want))
     largest = max(float(w.abs().max()) for w in want.values())
     if not math.isfinite(largest) or largest == 0:
-        return math.inf
-    errors = [float((got[name] - w).abs().max()) / _scale(float(w.abs().max()), largest) for name, w in want.items()]
-    return max(math.inf if math.isnan(error) else error for error in errors)
+        return dict.fromkeys(want, math.inf)
+    errors = {
+        name: float((got[name] - w).abs().max()) / _scale(float(w.abs().max()), largest) for name, w in want.items()
+    }
+    return {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
 
 
 def _scale(own: float, largest: float) -> float:

@@ -7,11 +7,12 @@ that share nothing but the values of their parameters. A test that changes a mod
 # ruff: noqa: TID253
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +23,14 @@ from opake.patches import PatchReport, apply_model_patches
 from opake.patching.builtin import forget_registrations
 from opake.patching.state import any_live
 
-from .oracle import model_loop_gradients
+from .oracle import batch_gradients, model_loop_gradients, relative_errors
 from .tables import keep_fresh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-MADE_ONCE = ("stock", "patched", "reference")
+MADE_ONCE = ("stock", "patched", "reference", "rounding")
 Rows = dict[str, torch.Tensor]
 
 
@@ -112,3 +113,34 @@ class Bench:
     def reference(self, attention: str, dtype: str, padding: str) -> Rows:
         """Per-example gradients of the stock model, one row and one backward at a time."""
         return model_loop_gradients(self.stock(attention, dtype), **self.batch(padding))
+
+    def rounding(self, attention: str, each: bool = True) -> dict[str, float]:
+        """How far the stock model is from itself in float32 when every number of its backward pass rounds otherwise.
+
+        Relative, by parameter, at worst over paddings, for the gradients of each row or of the whole batch; the loss is
+        multiplied by a small odd number and the gradient divided by it. The gradient of one number that sums over all
+        tokens may lose a hundred times what others do.
+        """
+        stock, worst = self.build(attention), dict[str, float]()
+        gradients: Any = model_loop_gradients if each else batch_gradients
+        for padding in ("right", "none", "left"):
+            rows = self.batch(padding)
+            want = gradients(stock, **rows)
+            for factor in (3, 5, 7):
+                with _loss_times(stock, factor):
+                    found = {name: gradient / factor for name, gradient in gradients(stock, **rows).items()}
+                for name, error in relative_errors(found, want).items():
+                    worst[name] = max(error, worst.get(name, 0.0))
+        return worst
+
+
+@contextlib.contextmanager
+def _loss_times(model: torch.nn.Module, factor: float) -> Iterator[None]:
+    def scale(_: Any, __: Any, output: Any) -> None:
+        output.loss = output.loss * factor
+
+    handle = model.register_forward_hook(scale)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -14,11 +14,10 @@ import torch
 from opake import hf
 from opake.checking.tiny import tiny_model
 from opake.patches import patch_report
-from opake.testing.oracle import model_loop_gradients
+from opake.testing.oracle import batch_gradients, model_loop_gradients
 from opake.testing.vmapped import vmap_gradients
 
 from .base import LIMITS, Suite, assert_close, assert_same_gradients
-from .stock import gradients
 
 if TYPE_CHECKING:
     from opake.testing.workbench import Bench
@@ -152,7 +151,7 @@ class ExpertCases(Suite):
         assert all("lora_" in name for name in got)
         assert_same_gradients(got, model_loop_gradients(stock, **rows), LIMITS["fp32"])
         assert_close(model(**rows).logits, stock(**rows).logits)
-        assert_same_gradients(gradients(model, rows), gradients(stock, rows), LIMITS["fp32"])
+        assert_same_gradients(batch_gradients(model, **rows), batch_gradients(stock, **rows), LIMITS["fp32"])
 
     def test_adapted_experts_hold_no_stack(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         """The sum of a stack and its adapter is never formed."""

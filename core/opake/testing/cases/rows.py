@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from opake.testing.cells import Cell
-from opake.testing.oracle import model_loop_gradients
+from opake.testing.oracle import batch_gradients, model_loop_gradients
 from opake.testing.trace import first_difference, operator_trace
 from opake.testing.vmapped import vmap_gradients
 
 from .base import LIMITS, Suite, assert_bitwise, assert_same_gradients
-from .stock import gradients
 
 if TYPE_CHECKING:
     from opake.testing.workbench import Bench, Rows
@@ -64,7 +63,7 @@ class RowCases(Suite):
     def test_plain_operators_do_not_depend_on_padding(self, bench: Bench, attention: str) -> None:
         model = bench.patched(attention).train()
         batches = [bench.batch(padding) for padding in ("ones", "right", "left")]
-        want, *others = (operator_trace(lambda rows=rows: gradients(model, rows)) for rows in batches)
+        want, *others = (operator_trace(lambda rows=rows: batch_gradients(model, **rows)) for rows in batches)
         assert [first_difference(want, other) for other in others] == [None, None]
 
     @pytest.mark.parametrize("padding", ["right", "left"])
