@@ -56,7 +56,7 @@ class Grouped:
 
     def _by_expert(self, values: torch.Tensor) -> torch.Tensor:
         """(S, N): a value of each expert (E, N) for each sorted row."""
-        return values[self.r.index.reshape(-1)[self.r.perm]]
+        return values.index_select(0, self.r.index.reshape(-1).index_select(0, self.r.perm))
 
     def rows(
         self,
@@ -138,7 +138,7 @@ class Grouped:
         M, N, r = p.shape[1], q.shape[1], self.r
         p, q = (self._gather(t) if gather else t for t, gather in ((p, gather_p), (q, gather_q)))
         if weight is not None:
-            p = (p * weight[r.perm, None]).to(p.dtype)
+            p = (p * weight.index_select(0, r.perm)[:, None]).to(p.dtype)
         if p.device.type == "cpu" and dtype.itemsize > p.dtype.itemsize:
             p, q = p.to(dtype), q.to(dtype)
         out = functional.grouped_mm(_wide(p, 1).mT, _wide(q, 1), offs=r.segments())[:, :M, :N]
