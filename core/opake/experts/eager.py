@@ -38,10 +38,15 @@ def apply(module: nn.Module) -> Undo:
 def _forward(inner: Callable[..., Any], self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if not inside_transform() or hf.experts_name(self) != "eager":
         return inner(self, hidden, *args, **kwargs)
-    return products(hidden)(self, hidden, *args, **kwargs)
+    return products(hidden)(self, hidden, *args, *kwargs.values())
 
 
 def products(hidden: torch.Tensor) -> Callable[..., Any]:
     """Transformers' function that computes any experts without asking which were hit."""
     # grouped products know no float64
-    return hf.experts_functions()["batched_mm" if hidden.dtype == torch.float64 else "grouped_mm"]
+    return _batched if hidden.dtype == torch.float64 else hf.experts_functions()["grouped_mm"]
+
+
+def _batched(self: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    # before Transformers 5.10 it writes into the indices, which the router's backward still needs
+    return hf.experts_functions()["batched_mm"](self, hidden, index.clone(), weights)
