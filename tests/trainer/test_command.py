@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 from peft import PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainerState
 
 from opake import cli
 from opake.checking.tiny import tiny_model
+from opake.demo import curves
 from opake.errors import InputError, MissingDependency, OpakeWarning
 from opake.finetune import data, live
 
@@ -56,8 +59,13 @@ def test_a_run_shows_epsilon_and_saves_adapter_and_card(capsys, folder) -> None:
     assert len(spent) == 10
     assert spent == sorted(spent)
     assert any(line.startswith("engine batched: every trainable parameter") for line in lines)
-    assert f"for tests only, the seed is public: epsilon {spent[-1]:.3f} at delta" in lines[-2]
+    assert f"for tests only, the seed is public: epsilon {spent[-1]:.3f} at delta" in lines[-4]
     assert lines[-1] == f"adapter and privacy card in {out}"
+    (curve,) = [line for line in lines if line.startswith("held-out loss ")]
+    assert curve.split()[2][0] != curve.split()[2][-1], "a curve, not a line"
+    (curve,) = [line for line in lines if line.startswith("epsilon  ")]
+    assert curve.split()[1][-1] in "█#"
+    assert curve.endswith(f" to {spent[-1]:.3f}")
     card = json.loads((out / "privacy.json").read_text())
     assert card["epsilon"] == pytest.approx(spent[-1], abs=1e-3)
     assert (card["steps"], card["test_only"]) == (10, True)
@@ -101,6 +109,39 @@ def test_what_becomes_a_row(tmp_path, monkeypatch) -> None:
         data.load("someone/notes", "text", lambda text: [1], 8)
 
 
+def test_a_sketch_of_the_curves(monkeypatch) -> None:
+    history = [{"step": i, "epsilon": 0.5 * i, "eval_loss": 4 - i} for i in range(4)] + [
+        {"step": 4, "train_runtime": 1}
+    ]
+    assert curves.points(history) == {
+        "held-out loss": [(0, 4), (1, 3), (2, 2), (3, 1)],
+        "epsilon": [(0, 0), (1, 0.5), (2, 1), (3, 1.5)],
+    }
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
+    assert curves.sketch(history) == ["held-out loss █▆▃▁  4.000 to 1.000", "epsilon       ▁▃▆█  0.000 to 1.500"]
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert curves.sketch(history) == ["held-out loss #+-_  4.000 to 1.000", "epsilon       _-+#  0.000 to 1.500"]
+    assert curves.sketch([{"step": 1, "epsilon": math.inf}, {"step": 1, "eval_loss": 2.0}]) == [
+        "held-out loss _  2.000 to 2.000"
+    ]
+
+
+def test_a_bar_on_a_terminal_shows_steps_epsilon_and_loss(monkeypatch) -> None:
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    bar, state = live.Live(), TrainerState(max_steps=8)
+    bar.on_train_begin(None, state, None)
+    state.global_step = 3
+    bar.on_step_end(None, state, None)
+    bar.on_log(None, state, None, logs={"epsilon": 1.5, "eval_loss": 2.25})
+    bar._bar.refresh()
+    bar.on_train_end(None, state, None)
+    assert "epsilon 1.500  held-out loss 2.250" in shown.getvalue()
+    assert "3/8" in shown.getvalue()
+
+
 def test_curves_are_drawn_where_matplotlib_is(tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib, which is not installed")
     history = [{"step": i, "epsilon": math.sqrt(i), "eval_loss": 4 - i / 10} for i in range(5)]
@@ -127,3 +168,8 @@ def test_the_demo_tells_epsilon(folder, capsys) -> None:
     assert "step   3  epsilon" in out
     assert "if the seed were not public" in out
     assert "engine: batched" in out
+    assert "\nepsilon       " in out
+    assert "\nloss          " in out
+    saved = Path(out.split("adapter and privacy card in ")[1].splitlines()[0])
+    assert json.loads((saved / "privacy.json").read_text())["steps"] == 3
+    PeftModel.from_pretrained(tiny_model("llama"), str(saved))

@@ -25,6 +25,7 @@ from opake.functional import per_example_grads
 from opake.patches import apply_model_patches, apply_runtime_patches, restore, restore_runtime
 from opake.trainer import DPTrainer, TrainingArguments
 
+from .curves import sketch
 from .model import load, with_adapters
 from .text import Rows, rows_of
 
@@ -83,12 +84,16 @@ def _run(console: Console, name: str | None, text: Path | None, settings: Settin
     trainer = _trainer(console, model, training, settings, seed)
     trainer.train()
     after = _mean_loss(model, held_out, settings)
+    trainer.save_model()
+    for line in sketch(trainer.state.log_history):
+        console.print(line)
     console.print(f"held-out loss {before:.3f} -> {after:.3f} after {settings.steps} private steps")
     for reason, engine in trainer.engines.items():
         console.print(f"engine: {engine} ({reason})")
     spent = f"epsilon {trainer.epsilon():.2f} at delta {trainer.delta:.1e}"
     public = "" if seed is None else ", if the seed were not public"
     console.print(f"sampling rate {trainer.sampler.rate:.4f}, noise {settings.noise}: {spent}{public}")
+    console.print(f"adapter and privacy card in {trainer.args.output_dir}")
     console.print(f"{time.monotonic() - began:.0f} s in all")
     return 0 if agrees else 1
 
@@ -154,7 +159,7 @@ def _trainer(console: Console, model: nn.Module, rows: Rows, settings: Settings,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OpakeWarning)
         args = TrainingArguments(
-            output_dir=tempfile.gettempdir(),
+            output_dir=tempfile.mkdtemp(prefix="opake-demo-"),
             noise_multiplier=settings.noise,
             noise_seed=seed,
             per_example_clip_norm=settings.clip_norm,

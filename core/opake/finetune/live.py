@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
-EPSILON = ("epsilon", "epsilon_test_only")
+from opake.demo.curves import NAMES, points
 
 
 class Live(TrainerCallback):
@@ -29,7 +30,7 @@ class Live(TrainerCallback):
         self._bar.update(self._task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        spent = next((logs[name] for name in EPSILON if name in logs), None)
+        spent = next((logs[name] for name in NAMES["epsilon"] if name in logs), None)
         if spent is not None:
             self._shown["epsilon"] = f"epsilon {spent:.3f}"
         if "eval_loss" in logs:
@@ -53,10 +54,9 @@ def draw(log_history: list[dict[str, Any]], path: Path) -> None:
 
     figure, left = pyplot.subplots(figsize=(6, 3.5))
     right = left.twinx()
-    losses = [(entry["step"], entry["eval_loss"]) for entry in log_history if "eval_loss" in entry]
-    spent = [(entry["step"], entry[name]) for entry in log_history for name in EPSILON if name in entry]
-    for axis, points, name, colour in ((left, losses, "held-out loss", "tab:blue"), (right, spent, "epsilon", "0.5")):
-        axis.plot(*zip(*points, strict=True), color=colour, marker=".")
+    curves = points(log_history)
+    for axis, name, colour in ((left, "held-out loss", "tab:blue"), (right, "epsilon", "0.5")):
+        axis.plot(*zip(*curves.get(name) or [(0, math.nan)], strict=True), color=colour, marker=".")
         axis.set_ylabel(name, color=colour)
     left.set_xlabel("step")
     figure.tight_layout()

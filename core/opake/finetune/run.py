@@ -11,6 +11,7 @@ import torch
 from transformers.trainer_callback import PrinterCallback
 
 from opake.collate import RightPaddingCollator
+from opake.demo.curves import sketch
 from opake.demo.model import load, with_adapters
 from opake.errors import MissingDependency
 from opake.patches import restore_runtime
@@ -97,6 +98,7 @@ def _report(trainer: DPTrainer, plan: Plan) -> None:
     only = "for tests only, the seed is public: " if plan.noise_seed is not None else ""
     noise = trainer.history.phases[-1].noise_multiplier
     print(f"{only}epsilon {trainer.epsilon():.3f} at delta {trainer.delta:.2e}, noise multiplier {noise:.3f}")
+    print("\n".join(sketch(trainer.state.log_history)))
     print(f"adapter and privacy card in {plan.output}")
     if plan.plot is not None:
         draw(trainer.state.log_history, plan.plot)
