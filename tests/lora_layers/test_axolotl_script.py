@@ -95,7 +95,9 @@ def without_patches(script: str) -> str:
     return head + nothing + "get_attention_cls_from_config = lambda cfg: torch.nn.ReLU\n" + body
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "phi3"])
+# PEFT's remark on the linear layers of GPT-2
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "phi3", "gpt2", "falcon"])
 def test_the_script_runs_and_trains_as_peft_does(model_type: str, tmp_path: Path) -> None:
     tiny_model(model_type).save_pretrained(tmp_path)
     assert SCRIPT.count(AXOLOTL) == 1
