@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from .outputs import read_output
 from .own import own_projection
 from .shapes import is_conv1d
 from .wrapper import AdapterWrapper
+
+# they read the attribute and put back what they got, by which the adapter's term would get into the weight
+MOVERS = ("torch.distributed.", "accelerate.")
 
 
 class LoRALinear(AdapterWrapper):
@@ -44,9 +48,13 @@ class LoRALinear(AdapterWrapper):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The base weight itself while disabled, else the base weight plus the adapter's term, differentiable."""
+        """The base weight itself while disabled, else the base weight plus the adapter's term, differentiable.
+
+        Libraries that move or shard what is stored under the name (FSDP, accelerate) are given what is stored.
+        """
         base: Any = self.to_wrap.weight
-        if not self._adapter_enabled:
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        if not self._adapter_enabled or asking.startswith(MOVERS):
             return base
         delta = _delta_of(self.adapter)
         delta = delta.mT if is_conv1d(self.to_wrap) else delta

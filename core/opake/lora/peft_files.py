@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from opake import hf
 from opake.errors import InputError
 
 from .driver import require_switch, wrappers
@@ -55,6 +56,9 @@ def save_peft_adapter(
             others: in models whose experts were separate layers once, it reads names such as `up_proj` as those.
     """
     require_switch("for_peft", for_peft)
+    while (inner := hf.wrapped(model)) is not None and inner is not model:
+        # names are those of the model itself
+        model = inner
     tensors, config = peft_state(model)
     if for_peft:
         require_read_as_written(model, config)

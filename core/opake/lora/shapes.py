@@ -91,4 +91,12 @@ def shape_of(module: Any) -> Shape:
         out_features, in_features = weight.shape
     else:
         raise InputError(f"{type(module).__name__}.weight has shape {tuple(weight.shape)}, expected (out, in)")
-    return Shape(in_features, out_features, weight.dtype, weight.device)
+    return Shape(in_features, out_features, weight.dtype, _home(module, weight))
+
+
+def _home(module: Any, weight: torch.Tensor) -> torch.device:
+    """Where the layer computes: accelerate keeps offloaded weights elsewhere, and meta tensors in their place."""
+    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if not weight.is_meta or device is None:
+        return weight.device
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
