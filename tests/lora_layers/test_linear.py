@@ -367,6 +367,14 @@ def test_unfused_it_has_derivatives_of_any_order(kind: Any) -> None:
         torch.testing.assert_close(found[first][second], want[first][second])
 
 
+def test_the_effective_weight_is_compiled(x: torch.Tensor) -> None:
+    wrapped = layer()
+    compiled = torch.compile(
+        lambda x: functional.linear(x, wrapped.weight, wrapped.bias), backend="eager", fullgraph=True
+    )
+    torch.testing.assert_close(compiled(x), wrapped(x))
+
+
 def test_traced() -> None:
     wrapped, x = layer(), torch.randn(3, 6, dtype=torch.float64)
     with warnings.catch_warnings():

@@ -53,8 +53,9 @@ class LoRALinear(AdapterWrapper):
         Libraries that move or shard what is stored under the name (FSDP, accelerate) are given what is stored.
         """
         base: Any = self.to_wrap.weight
-        asking = sys._getframe(1).f_globals.get("__name__", "")
-        if not self._adapter_enabled or asking.startswith(MOVERS):
+        if not self._adapter_enabled or (
+            not traced() and sys._getframe(1).f_globals.get("__name__", "").startswith(MOVERS)
+        ):
             return base
         delta = _delta_of(self.adapter)
         delta = delta.mT if is_conv1d(self.to_wrap) else delta
