@@ -7,6 +7,7 @@ of gpt_oss and deepseek_v4. Leaves out activations with parameters of their own:
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,22 @@ from .launch import jit, tl
 from .precise import precise_exp, precise_sigmoid
 
 __all__ = ["ACTIVATIONS", "Activation", "activate", "activate_grad", "activation_for", "kernel_kind"]
+
+
+def _ties_have_gradients() -> bool:
+    """Whether clamp hands on the gradient of a number that equals its limit: in PyTorch 2.13 it does, in 2.15 not."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((), requires_grad=True, device="cpu")
+        return bool(torch.autograd.grad(x.clamp(max=1.0), x)[0])
+
+
+_TIES = _ties_have_gradients()
+
+
+def _before(limit: float) -> float:
+    """The float32 next to a positive number, on the side of zero: kernels compare in float32."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", limit))
+    return struct.unpack("<f", struct.pack("<I", bits - 1))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +47,15 @@ class Activation:
     alpha: float = 1.0
     limit: float = 0.0
     offset: float = 0.0
+
+    @property
+    def within(self) -> float:
+        """For kernels: the largest number that has a gradient behind the clamp."""
+        return _before(self.limit) if self.limit and not _TIES else self.limit
+
+    def beyond(self, x: torch.Tensor) -> torch.Tensor:
+        """Where the clamp of x to <= limit hands no gradient on."""
+        return x > self.limit if _TIES else x >= self.limit
 
     def reference(self, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
         """Plain PyTorch: act(gate) * (up + offset), rounded where Transformers rounds; act(gate) without `up`."""

@@ -53,7 +53,7 @@ def gated_fwd_kernel(
 
 @jit(do_not_specialize=["NB"])
 def gated_bwd_kernel(
-    D, G, U, DG, DU, C, WIDE, NB, row_d, row_g, row_u, row_dg, row_du, alpha, limit, offset,
+    D, G, U, DG, DU, C, WIDE, NB, row_d, row_g, row_u, row_dg, row_du, alpha, limit, within, offset,
     KIND: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, CLAMP: tl.constexpr,
     NEED_G: tl.constexpr, NEED_U: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def gated_bwd_kernel(
     mask = cols < C
     d = tl.load(D + row * row_d + cols, mask=mask, other=0.0).to(tl.float32)
     g, u = _load_halves(G + row * row_g, U + row * row_u, start, C, WIDE, GATED, PAIRED, BLOCK)  # pyright: ignore
-    inside_g, inside_u = g <= limit, (u <= limit) & (u >= -limit)
+    inside_g, inside_u = g <= within, (u <= within) & (u >= -within)
     if CLAMP:
         g = tl.where(g > limit, limit, g)
         u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
@@ -156,7 +156,8 @@ def gated_backward(
     NB = cdiv(C, block)
     launch(
         gated_bwd_kernel, (R * NB,), d, d, g, u, first, last, C, 2 * C, NB,
-        *(_row_stride(t, R) for t in (d, g, u, first, last)), act.alpha, act.limit, act.offset, **_constants(act, gate),
+        *(_row_stride(t, R) for t in (d, g, u, first, last)), act.alpha, act.limit, act.within, act.offset,
+        **_constants(act, gate),
         GATED=up is not None or paired, PAIRED=paired, NEED_G=dg is not None, NEED_U=du is not None,
         BLOCK=block, num_warps=warps,
     )  # fmt: skip

@@ -1,13 +1,14 @@
 """Three repairs of Triton's CPU interpreter, made only under `TRITON_INTERPRET=1`.
 
-Loop bounds: the interpreter keeps scalars as arrays of one element, which NumPy >= 2.4 no longer turns into an int.
-Rounding: it cuts float32 to bfloat16 where the compiler, and PyTorch, round to nearest even; errors would look twice
-as large as they are. Products: it multiplies the bits of bfloat16 as integers. All are probed by behaviour, so a
-Triton without the fault is left alone. Leaves compiled kernels untouched.
+Loop bounds: the interpreter keeps scalars as arrays of one element, which NumPy >= 2.4 no longer turns into an int, and
+older ones only with a warning. Rounding: it cuts float32 to bfloat16 where the compiler, and PyTorch, round to nearest
+even; errors would look twice as large as they are. Products: it multiplies the bits of bfloat16 as integers. All are
+probed by behaviour, so a Triton without the fault is left alone. Leaves compiled kernels untouched.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,12 @@ def repair() -> None:
 
 def _repair_loop_bounds(interpreter: Any) -> None:
     try:
-        int(np.array([1]))  # pyright: ignore[reportArgumentType]
+        with warnings.catch_warnings():
+            # older NumPy only warns, once for every loop of every program
+            warnings.simplefilter("error", DeprecationWarning)
+            int(np.array([1]))  # pyright: ignore[reportArgumentType]
         return
-    except TypeError:
+    except (TypeError, DeprecationWarning):
         patch = interpreter._patch_lang_tensor
 
     def patch_lang_tensor(tensor: Any, *scope: Any) -> None:

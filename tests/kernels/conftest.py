@@ -229,7 +229,7 @@ def check_refusals():
         primal = (args[0].detach(),)
         with warnings.catch_warnings():
             # torch's own import of its forward-mode rules
-            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             with pytest.raises(RuntimeError, match=r"opake_.*forward-mode.*not supported"):
                 jvp(lambda x: op(x, *args[1:]), primal, primal)
 

@@ -20,7 +20,7 @@ from opake_kernels import (
 pytestmark = [
     # the compiler's own look at the leaves of a graph
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated"),
 ]
 
 

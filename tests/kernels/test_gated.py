@@ -47,6 +47,19 @@ def test_every_activation(name, dtype, device, check_op):
     check_op(lambda g, u: opake_gated_activation(g, u, activation=name), _twin(name), args, (0, 1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_number_at_the_limit_has_the_gradient_that_pytorch_gives_it(dtype, device):
+    """PyTorch's clamp has changed its mind about it; in bfloat16 such numbers are common."""
+    act, around = ACTIVATIONS["gpt_oss"], [7.0, -7.0, 6.96875, -6.96875, 7.03125, -7.03125]
+    gate, up = torch.tensor([(g, u) for g in around for u in around], dtype=dtype, device=device).T.contiguous()
+    found, wanted = [], []
+    for fn, grads in ((lambda *x: opake_gated_activation(*x, activation=act), found), (_twin(act), wanted)):
+        leaves = [t.clone().requires_grad_() for t in (gate, up)]
+        grads += torch.autograd.grad(fn(*leaves).sum(), leaves)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours == 0, theirs == 0)
+
+
 def test_deepseek_clamp(device, check_op):
     act = Activation("silu", limit=2.0)
     args = _pair((4, 37), torch.float32, device, scale=3.0)

@@ -36,8 +36,8 @@ def activated_backward(
     u = u + act.offset if act.offset else u
     dg, du = slope_times(act, d * u, g), d * value
     if act.limit:
-        dg = dg.masked_fill_(gate > act.limit, 0.0)
-        du = du.masked_fill_((up > act.limit) | (up < -act.limit), 0.0)
+        dg = dg.masked_fill_(act.beyond(gate), 0.0)
+        du = du.masked_fill_(act.beyond(up.abs()), 0.0)
     return value.mul_(u), dg, du
 
 

@@ -44,7 +44,7 @@ def _store_sum(P, acc, col, col_mask, r, RANK: tl.constexpr):
 
 @jit
 def _kernel(
-    D, G, U, DU, Z, K, PG, PU, PA, R, C, NB, NC, CHUNK, z_row, k_row, rg, ru, rd, alpha, limit, offset,
+    D, G, U, DU, Z, K, PG, PU, PA, R, C, NB, NC, CHUNK, z_row, k_row, rg, ru, rd, alpha, limit, within, offset,
     KIND: tl.constexpr, CLAMP: tl.constexpr, RG: tl.constexpr, RU: tl.constexpr, RD: tl.constexpr,
     WHOLE: tl.constexpr, WIDEN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def _kernel(
             g = tl.load(G + here + inside, mask=mask, other=0.0)
             u = tl.load(U + here + inside, mask=mask, other=0.0)
         d, g, u = d.to(tl.float32), g.to(tl.float32), u.to(tl.float32)
-        inside_g, inside_u = g <= limit, (u <= limit) & (u >= -limit)
+        inside_g, inside_u = g <= within, (u <= within) & (u >= -within)
         if CLAMP:
             # where, not minimum: a NaN stays one
             g = tl.where(g > limit, limit, g)
@@ -142,7 +142,8 @@ def gate_backward(
     sums = [torch.empty(groups * NC, C, r, dtype=torch.float32, device=D.device) if r else None for r in ranks]
     launch(
         _kernel, (groups * NC * NB,), D, D, gate, up, DU, Z, K, *(D if s is None else s for s in sums),
-        R, C, NB, NC, size, Z.stride(0), K.stride(0), *ranks, act.alpha, act.limit, act.offset,
+        R, C, NB, NC, size, Z.stride(0), K.stride(0), *ranks, act.alpha, act.limit, act.within,
+        act.offset,
         KIND=kernel_kind(act, D.dtype), CLAMP=bool(act.limit), RG=RG, RU=RU, RD=RD,
         WHOLE=C % BC == 0 and R % BR == 0 and size % BR == 0,
         # the interpreter multiplies half-precision tiles by their bits

@@ -185,7 +185,7 @@ class Fused:
         block = min(1024, next_power_of_2(I))
         launch(
             gate_backward_kernel, (self.S,), d, dh, gu, gu if hidden is None else hidden, weight, dw, self.r.perm, I,
-            self.act.alpha, self.act.limit, self.act.offset, KIND=kernel_kind(self.act, x.dtype),
+            self.act.alpha, self.act.limit, self.act.within, self.act.offset, KIND=kernel_kind(self.act, x.dtype),
             CLAMP=bool(self.act.limit), PAIRED=self.paired, NEED_H=need_hidden, BLOCK=block,
             num_warps=max(1, block // 256),
         )  # fmt: skip

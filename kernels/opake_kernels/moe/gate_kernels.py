@@ -145,7 +145,7 @@ def gate_forward_kernel(
 
 @jit
 def gate_backward_kernel(
-    DH, GU, HIDDEN, WEIGHT, DW, PERM, I, alpha, limit, offset,
+    DH, GU, HIDDEN, WEIGHT, DW, PERM, I, alpha, limit, within, offset,
     KIND: tl.constexpr, CLAMP: tl.constexpr, PAIRED: tl.constexpr, NEED_H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row: GU (S, 2I) becomes its gradient for WEIGHT * DH (S, I); DW: DH . h, in slot order; HIDDEN (S, I): h."""
@@ -164,7 +164,7 @@ def gate_backward_kernel(
         else:
             g = tl.load(row + cols, mask=mask, other=0.0).to(tl.float32)
             u = tl.load(row + I + cols, mask=mask, other=0.0).to(tl.float32)
-        inside_g, inside_u = g <= limit, (u <= limit) & (u >= -limit)
+        inside_g, inside_u = g <= within, (u <= within) & (u >= -within)
         if CLAMP:
             g, u = _clamped(g, u, limit)
         value, slope = activate_grad(g, alpha, KIND)
