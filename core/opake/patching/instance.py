@@ -85,7 +85,9 @@ def rebind(fn: object, names: dict[str, Any], busy: tuple[FunctionType, ...] = (
     if not changed:
         return None
     scope = _overlaid(fn.__globals__, {name: names[name] for name in hit}) if hit else fn.__globals__
-    new = FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, tuple(cells) if fn.__closure__ else None)
+    # torch.compile keeps what it made with the code object, and calls it by a name in the globals that it saw
+    code = fn.__code__.replace() if hit else fn.__code__
+    new = FunctionType(code, scope, fn.__name__, fn.__defaults__, tuple(cells) if fn.__closure__ else None)
     new.__kwdefaults__ = fn.__kwdefaults__
     new.__qualname__, new.__module__, new.__doc__ = fn.__qualname__, fn.__module__, fn.__doc__
     new.__dict__.update({key: value for key, value in vars(fn).items() if key != "__wrapped__"})
