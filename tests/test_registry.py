@@ -242,7 +242,7 @@ def test_what_a_hook_may_not_do_is_reported_with_its_line(body: str, message: st
 def test_moe_hook_must_not_be_a_generator() -> None:
     source = "@hookimpl\ndef opake_moe_patch(hf):\n    yield Record(1)\n"
     with isolated_registry(SHARED, family("fam-a", source, "a")):
-        with pytest.raises(errors.FamilyInvalid, match="opake_moe_patch returned <generator object"):
+        with pytest.raises(errors.FamilyInvalid, match="opake_moe_patch raised TypeError: yields; this hook returns"):
             plan("a")
 
 

@@ -120,7 +120,7 @@ def _traced_impl(function: Callable[..., Any], hook: str, label: str, ledger: Le
             made = list(_made(function(*args), hook, where))
         except OpakeError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise FamilyInvalid(f"{label}: {hook} raised {_described(error, where)}") from error
         for record, source in made:
             _check_record(record, hook, label, source)
@@ -136,10 +136,11 @@ def _traced_wrapper(function: Callable[..., Any], hook: str, label: str, ledger:
     def traced(*args: Any) -> Iterator[Any]:
         where = _first_line(function)
         try:
-            result = yield from function(*args)
+            result = yield from _one_yield(function(*args))
+            _require_answer(result, hook)
         except OpakeError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise FamilyInvalid(f"{label}: the wrapper of {hook} raised {_described(error, where)}") from error
         for record in _flat(hook, result):
             _check_record(record, hook, label, where)
@@ -149,11 +150,41 @@ def _traced_wrapper(function: Callable[..., Any], hook: str, label: str, ledger:
     return traced
 
 
+def _one_yield(wrapper: Any) -> Iterator[Any]:
+    """Runs the wrapper, which has to be a generator that yields once."""
+    if not isinstance(wrapper, GeneratorType):
+        raise TypeError("a wrapper asks the others with `answers = yield` and returns what it makes of them")
+    stop = object()
+    if next(wrapper, stop) is stop:
+        raise TypeError("it ended without a yield, so nobody else was asked")
+    try:
+        answers = yield
+    except Exception as error:
+        return _ended(wrapper.throw, error)
+    return _ended(wrapper.send, answers)
+
+
+def _ended(go_on: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        go_on(value)
+    except StopIteration as end:
+        return end.value
+    raise TypeError("it yielded a second time")
+
+
+def _require_answer(result: Any, hook: str) -> None:
+    """A wrapper that forgets to return would drop every record of everybody; [] says so on purpose."""
+    if hook != "opake_moe_patch" and not isinstance(result, list | tuple):
+        raise TypeError(f"returned {result!r}, not the list of lists of records that `answers = yield` gave it")
+
+
 def _made(result: Any, hook: str, where: Source) -> Iterator[tuple[Any, Source]]:
     """The records of one implementation with their lines; nothing is returned by a hook that returns None."""
     if result is None:
         return
     if hook == "opake_moe_patch":
+        if isinstance(result, GeneratorType):
+            raise TypeError("yields; this hook returns its one record, or None")
         yield result, where
     elif isinstance(result, GeneratorType):
         for record in result:
@@ -206,7 +237,7 @@ def _source(code: CodeType, module: str, line: int) -> Source:
     return Source(f"{'/'.join(path.parts[-depth:])}:{line}", str(path))
 
 
-def _described(error: Exception, where: Source) -> str:
+def _described(error: BaseException, where: Source) -> str:
     """The error and the plugin's own line that raised it: the deepest frame in the file of the hook."""
     place = where.name
     frame = error.__traceback__

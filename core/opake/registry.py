@@ -134,7 +134,8 @@ def _one_claim(model_type: str) -> Claim:
 def _imported(claim: Claim) -> Any:
     try:
         return importlib_metadata.EntryPoint(claim.name, claim.module, claim.group).load()
-    except Exception as error:
+    # a module that ends the process on import breaks its own model type, too
+    except (Exception, SystemExit) as error:
         raise FamilyImportError(
             f"{claim} does not import: {type(error).__name__}: {error};"
             f" mend or uninstall it, or set {BLOCK}={_way_out([claim])}"

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from opake.errors import OptionTypeError, PatchError, RestoreConflict, UnsupportedModel
+from opake.errors import OptionTypeError, RestoreConflict, UnsupportedModel
 from opake.registry import Planned
 
-from . import notes
+from . import asked, notes
+from .asked import CORE
 from .flags import FLAGS, Switches, resolve
 from .interfaces import warn_of_changes
 from .report import PatchReport, Row
@@ -24,8 +25,6 @@ from .undo import Skip, conflicts
 
 if TYPE_CHECKING:
     from torch import nn
-
-CORE = "core"
 
 
 def apply_model_patches(
@@ -145,7 +144,10 @@ def plan(target: Target, family: Any, modeling: Any) -> list[Planned]:
     from .builtin import core_records, generic_records
 
     own = [Planned(record, CORE, CORE, CORE) for record in core_records(target)]
-    planned = own + (family.plan(modeling, target.model.config) if family else [])
+    theirs = family.plan(modeling, target.model.config) if family else []
+    for entry in theirs:
+        asked.require_record(entry)
+    planned = own + theirs
     missing = generic_records(target, [entry.record for entry in planned])
     return planned + [Planned(record, CORE, CORE, CORE) for record in missing]
 
@@ -156,7 +158,7 @@ def _apply_one(entry: Planned, target: Target, state: ModelState, switches: Swit
     record = entry.record
     if isinstance(absent := getattr(record, "cls", None), Absent):
         return [_row(entry, "-", "skipped", absent.reason)]
-    found = _sites(entry, target)
+    found = asked.sites(entry, target.model)
     if isinstance(found, Skip):
         return [_row(entry, "-", found.state, found.reason)]
     rows = []
@@ -165,40 +167,15 @@ def _apply_one(entry: Planned, target: Target, state: ModelState, switches: Swit
             rows.append(_row(entry, site, "already", ""))
         elif not switches.on(record.flag):
             rows.append(_row(entry, site, "off", switches.reason(record.flag)))
-        elif (skip := _fits(entry, module)) is not None:
+        elif (skip := asked.fits(entry, module)) is not None:
             rows.append(_row(entry, site, skip.state, skip.reason))
         else:
             remark = record.remark(module)
-            applied = Applied(record.kept(), site, module, record.apply(module))
+            applied = Applied(record.kept(), site, module, asked.applied(entry, site, module))
             state.applied.append(applied)
             new.append(applied)
             rows.append(_row(entry, site, "applied", remark))
     return rows or [_row(entry, "-", "skipped", "the model has no such module")]
-
-
-def _sites(entry: Planned, target: Target) -> list[tuple[str, nn.Module]] | Skip:
-    """What the record answers; one of a plugin that misses a name of the installed libraries skips itself alone."""
-    try:
-        return list(entry.record.sites(target.model))
-    except (ImportError, AttributeError) as error:
-        return Skip(_missing(entry, error))
-
-
-def _fits(entry: Planned, module: nn.Module) -> Skip | None:
-    try:
-        return entry.record.fits(module)
-    except (ImportError, AttributeError) as error:
-        return Skip(_missing(entry, error))
-
-
-def _missing(entry: Planned, error: Exception) -> str:
-    """The reason for a skip; of the core's own records, that without them numbers could be wrong is an error."""
-    if entry.hook != CORE:
-        return f"{type(error).__name__}: {error}"
-    raise PatchError(
-        f"{entry.record} does not fit the installed libraries: {type(error).__name__}: {error}; run `opake doctor`, and"
-        f" use versions inside the tested range, or leave it out with {entry.record.flag}=False"
-    ) from error
 
 
 def _undo(target: Target, state: ModelState, entries: list[Applied]) -> None:
