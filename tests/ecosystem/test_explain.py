@@ -123,13 +123,67 @@ def test_the_verb_prints_tables_and_json(tmp_path: Path, capsys: pytest.CaptureF
             assert "activations, stock" in out
 
 
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+BROKEN = {
+    "no JSON": "{",
+    "null": "null",
+    "a list": "[1]",
+    "no model_type": '{"hidden_size": 8}',
+    "an unknown model_type": '{"model_type": "lama"}',
+    "a size as text": json.dumps({**LLAMA, "hidden_size": "big"}),
+    "sizes that do not fit": json.dumps({**LLAMA, "hidden_size": 30}),
+    "a negative size": json.dumps({**LLAMA, "intermediate_size": -3}),
+    "no layers": json.dumps({**LLAMA, "num_hidden_layers": 0}),
+    "an unknown activation": json.dumps({**LLAMA, "hidden_act": "foo"}),
+    "an unknown rotation": json.dumps({**LLAMA, "rope_scaling": {"rope_type": "zzz"}}),
+    "an unknown dtype": json.dumps({**LLAMA, "dtype": "float99"}),
+    "an unknown attention": json.dumps({**LLAMA, "attn_implementation": "zzz"}),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_a_broken_config_is_told_in_a_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SystemExit) as done:
+        main(["explain", str(tmp_path)])
+    assert done.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[transformers]")]
+    assert line.startswith("error: no c")
+
+
+def test_code_of_a_model_is_not_run_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}}')
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(InputError, match="contains custom code"):
+        explain(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+    assert "[y/N]" not in capsys.readouterr().out
+
+
+def test_a_file_by_another_name_is_that_file(tmp_path: Path) -> None:
+    saved(tiny_config("gpt2"), tmp_path)
+    saved(tiny_config("llama"), tmp_path / "other")
+    (tmp_path / "other" / "config.json").rename(tmp_path / "llama.json")
+    assert explain(str(tmp_path / "llama.json"), tokens=12).model_type == "llama"
+    with pytest.raises(InputError, match="there is no file"):
+        explain(str(tmp_path / "none.json"))
+
+
+def test_more_tokens_than_positions_are_told(tmp_path: Path) -> None:
+    found = explain(saved(tiny_config("bert"), tmp_path), rank=2, tokens=100).cost
+    assert found.reason.endswith("; 100 tokens are more than the 64 positions of the model")
+
+
 @pytest.mark.parametrize("bad", ["no/such/place", "t5"])
 def test_what_is_no_causal_model_is_refused(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = bad
     if bad == "t5":
         where = str(tmp_path)
         (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(InputError, match=r"causal language model|no config of a model"):
+    with pytest.raises(InputError, match=r"no causal language model|no config of a model"):
         explain(where)
     with pytest.raises(SystemExit) as done:
         main(["explain", where])

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from opake.checking import sweep
-from opake.checking.family import loop_grads
+from opake.checking.judge import loop_grads
 from opake.checking.tiny import tiny_batch, tiny_model
 from opake.patches import apply_model_patches, restore
 from opake.testing.cells import Cell, grid, part_name

@@ -13,7 +13,7 @@ from torch.func import grad, vmap
 
 from opake.attention.interface import NAMES, Name
 from opake.batching import functions, layer_drop
-from opake.checking.family import loop_grads, relative_error
+from opake.checking.judge import loop_grads, relative_error
 from opake.checking.tiny import tiny_batch, tiny_model
 from opake.experts import aux_loss
 from opake.masks import recurrent

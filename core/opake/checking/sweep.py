@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opake.checking.answers import Answer, Answers, record
-from opake.checking.family import TOLERANCE, attributes, differences, loop_grads, relative_error, vmap_grads
+from opake.checking.family import attributes, differences
+from opake.checking.judge import PADDINGS, TOLERANCE, beside_padding, judged, loop_grads, vmap_grads
 from opake.checking.tiny import tiny_batch, tiny_model
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-PADDINGS = ("right", "none", "left")
 SECONDS = 120.0
 SEEDS = 4
 LENGTH = 200
@@ -84,7 +84,7 @@ def _tried(stock: PreTrainedModel) -> Answer:
                 return Answer(name, reason=f"{stage}: another loss outside transforms")
             error, right, note = judged(vmap_grads(model, batch), wanted, stock, batch)
             if not right and padding == "left":
-                error, right, note = _beside_padding(model, stock, batch)
+                error, right, note = beside_padding(model, stock, batch)
         except TimeoutError:
             raise
         except Exception as error:
@@ -97,77 +97,6 @@ def _tried(stock: PreTrainedModel) -> Answer:
         notes += [note] if note else []
     left = [name for name in differences(before, attributes(model)) if name not in own]
     return Answer(name, max(errors), f"restore left {left[0]}" if left else "", "; ".join(dict.fromkeys(notes)))
-
-
-def judged(
-    got: Mapping[str, torch.Tensor],
-    wanted: Mapping[str, torch.Tensor],
-    stock: PreTrainedModel,
-    batch: Mapping[str, torch.Tensor],
-) -> tuple[float, bool, str]:
-    """The error, whether it is that of a right answer, and in words if that is not plain from the number."""
-    error = relative_error(got, wanted)
-    if error <= TOLERANCE:
-        return error, True, ""
-    batches = [batch, *(tiny_batch(padding=padding) for padding in PADDINGS)]
-    exact = _float64(stock)
-    if stock.config._attn_implementation == "eager" and not _finite(exact, batches[-1]):
-        return error, *_beside_sdpa(error, stock, batches)
-    ours = _far(got, loop_grads(exact, batch))
-    theirs = _own_error(stock, exact, batches)
-    right = ours <= 2 * theirs < float("inf")
-    return error, right, f"{ours:.0e} from float64, the unpatched loop {theirs:.0e}"
-
-
-def _far(grads: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
-    return relative_error({name: grad.double() for name, grad in grads.items()}, exact)
-
-
-def _beside_padding(
-    model: PreTrainedModel, stock: PreTrainedModel, batch: Mapping[str, torch.Tensor]
-) -> tuple[float, bool, str]:
-    """The same with nothing predicted from padding: what attention answers a row that sees nothing is a convention."""
-    real = _first_token_unlabelled(batch)
-    error, right, note = judged(vmap_grads(model, real), loop_grads(stock, real), stock, real)
-    said = "left padding: attention of a row that sees nothing differs from stock"
-    return error, right, f"{said}; {note}" if note else said
-
-
-def _first_token_unlabelled(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    labels = batch["labels"].clone()
-    first = batch["attention_mask"].argmax(dim=1)
-    labels[range(len(labels)), first] = -100
-    return {**batch, "labels": labels}
-
-
-def _own_error(stock: PreTrainedModel, exact: PreTrainedModel, batches: list[dict[str, torch.Tensor]]) -> float:
-    """How far the unpatched loop is from float64 at worst; rounding is a matter of luck in each batch."""
-    return max(_far(loop_grads(stock, batch), loop_grads(exact, batch)) for batch in batches)
-
-
-def _beside_sdpa(error: float, stock: PreTrainedModel, batches: list[dict[str, torch.Tensor]]) -> tuple[bool, str]:
-    """Where a mask of float64 is beyond the float32 softmax of eager attention: what the same model loses with SDPA.
-
-    Who is no farther from the unpatched loop than that loop is from float64 is at most twice as far from float64.
-    """
-    try:
-        other = tiny_model(copy.deepcopy(stock.config), attention="sdpa").train(stock.training)
-    except ValueError:
-        return False, "eager attention is not finite in float64, and the model has no other"
-    theirs = _own_error(other, _float64(other), batches)
-    return error <= theirs < float("inf"), f"the unpatched loop {theirs:.0e} from float64, with SDPA"
-
-
-def _finite(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> bool:
-    return all(bool(grad.isfinite().all()) for grad in loop_grads(model, batch).values())
-
-
-def _float64(stock: PreTrainedModel) -> PreTrainedModel:
-    exact = tiny_model(stock.config).double().train(stock.training)
-    if getattr(exact.config, "_experts_implementation", None):
-        # the usual grouped products know no float64
-        exact.set_experts_implementation("eager")
-    return exact
 
 
 def _written_by_forward(model: PreTrainedModel, options: Mapping[str, Any]) -> set[str]:

@@ -91,6 +91,9 @@ def check_families(
             outcomes.append(family.check_family(name))
     head = ("model_type", "family", "model", "attention", *family.CASES, "restored", "result")
     table("largest relative error of a per-example gradient", head, [outcome.cells() for outcome in outcomes])
+    for outcome in outcomes:
+        for remark in outcome.notes:
+            note(f"{outcome.model_type}: {remark}")
     failures = [f"{outcome.model_type}: {reason}" for outcome in outcomes for reason in outcome.failures]
     for failure in failures:
         fail(failure)

@@ -89,7 +89,9 @@ def _count(model: Any, tokens: int) -> tuple[int | None, int | None, str]:
                 loss = model(input_ids=ids, labels=ids, **options).loss
             loss.backward()
     except Exception as error:  # a forward that looks at values cannot run without them
-        return None, None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
+        hint = f"; {tokens} tokens are more than the {positions} positions of the model" if tokens > positions else ""
+        return None, None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{hint}"
     finally:
         model.zero_grad(set_to_none=True)
     return sum(held.values()), counter.get_total_flops() + int(sum(fused)), ""

@@ -30,9 +30,13 @@ class Line:
 
 @dataclass
 class Declaration:
-    """Everything that was found out about one model type."""
+    """Everything that was found out about one model type.
+
+    asked: the model type that the config of the causal language model says, by which its family is found.
+    """
 
     model_type: str
+    asked: str
     model: str
     modeling: str
     attentions: tuple[str, ...]
@@ -44,6 +48,11 @@ class Declaration:
         for line in list(lines):
             self.lines.remove(line)
             self.left_out.append(f"{line.text}: {reason}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The entry points: a text model inside a larger config has a model type of its own."""
+        return tuple(dict.fromkeys((self.model_type, self.asked)))
 
     @property
     def module(self) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from opake import __version__
+from opake import __version__, registry
 from opake.checking.family import Outcome
 from opake.checking.sweep import quiet
 from opake.errors import InputError
@@ -35,14 +36,15 @@ def new_family(model_type: str, directory: Path, distribution: str | None = None
     directory: made if it is not there; must be empty. distribution: its name, `opake-MODEL-TYPE` if not given.
 
     Raises:
-        InputError: the directory has files, the name is none that a distribution can have, or the installed
-            Transformers has no such causal language model. Nothing is written then.
+        InputError: the directory has files, the name is none that a distribution can have, the installed
+            Transformers has no such causal language model, or none that is tiny and runs. Nothing is written then.
     """
     name = distribution or f"opake-{model_type.replace('_', '-')}"
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
         raise InputError(f"{name!r} is no name for a distribution; use letters, digits, '.', '_' and '-'")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InputError(f"{directory} is not an empty directory; name one that does not exist yet")
+    if re.sub(r"[-_.]+", "-", name).lower() == registry.OURS:
+        raise InputError(f"a distribution named {name!r} would take the place of opake itself; use another name")
+    _require_room(directory)
     _require_causal_lm(model_type)
     with quiet(), warnings.catch_warnings():
         # what a tiny model that is thrown away a second later has to say
@@ -50,6 +52,15 @@ def new_family(model_type: str, directory: Path, distribution: str | None = None
         found = survey(model_type)
         outcome = prove(found)
     return Scaffold(directory, tuple(_write(found, directory, name)), found, outcome)
+
+
+def _require_room(directory: Path) -> None:
+    """Asked before anything is measured: that takes seconds, and would be lost."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InputError(f"{directory} is not an empty directory; name one that does not exist yet")
+    nearest = next(each for each in (directory, *directory.absolute().parents) if each.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise InputError(f"{directory} cannot be made: {nearest} is no directory that may be written to")
 
 
 def _require_causal_lm(model_type: str) -> None:

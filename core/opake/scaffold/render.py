@@ -8,6 +8,12 @@ from collections.abc import Iterator
 from .declaration import KERNELS, LORA, MOE, Declaration
 
 WIDTH = 118
+NOTHING = f"""
+
+@hookimpl
+def {KERNELS}():
+    # nothing could be proven, and a module without a hook is refused
+    return []"""
 
 
 def module(found: Declaration) -> str:
@@ -35,6 +41,8 @@ def _imports(found: Declaration) -> str:
 
 
 def _hooks(found: Declaration) -> Iterator[str]:
+    if not found.lines:
+        yield NOTHING
     for hook in (KERNELS, LORA, MOE):
         lines = [line for line in found.lines if line.hook == hook]
         if not lines:
@@ -66,7 +74,7 @@ dependencies = ["opake>={major}.{minor},<{upper}"]
 test = ["pytest>=8.3"]
 
 [project.entry-points."opake.families"]
-{_key(found.model_type)} = "{found.module}"
+{_entry_points(found)}
 
 [tool.hatch.build.targets.wheel]
 only-include = ["{found.module}.py"]
@@ -107,6 +115,10 @@ from opake.testing import FamilySuite
 class Test{name}(FamilySuite):
     model_type = "{found.model_type}"
 {attentions}'''
+
+
+def _entry_points(found: Declaration) -> str:
+    return "\n".join(f'{_key(name)} = "{found.module}"' for name in found.names)
 
 
 def _key(name: str) -> str:

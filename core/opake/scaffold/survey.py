@@ -6,13 +6,15 @@ What a family might need under vmap besides the core's repairs is left to the au
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from opake import hf
+from opake.checking.sweep import told
 from opake.checking.tiny import tiny_batch, tiny_model
+from opake.errors import InputError
 from opake.lm_head import wrapper
 from opake.records import AddRMSNorm, CrossEntropy, LinearCrossEntropy, Rotary
 from opake.rows import cross_entropy, gated_mlp, rms_norm, rotary
@@ -24,17 +26,47 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def survey(model_type: str) -> Declaration:
-    """Everything that the vocabulary of opake can say about a causal language model, as far as it can be seen."""
-    model = tiny_model(model_type)
-    found = Declaration(model_type, type(model).__name__, hf.modeling_module(model).__name__, _attentions(model_type))
+    """Everything that the vocabulary of opake can say about a causal language model, as far as it can be seen.
+
+    Raises InputError where no tiny model of it can be built, or where its checkpoints say another model type.
+    """
+    model = _built(model_type)
+    modeling = hf.modeling_module(model).__name__
+    asked = hf.model_type(model)
+    found = Declaration(model_type, asked, type(model).__name__, modeling, _attentions(model_type))
+    _refuse_alias(found)
     classes = dict(_classes(model))
-    _rotary(model, found)
-    _norms(model, classes, found)
-    _mlps(classes, found)
-    _loss(model, found)
-    _projections(classes, found)
-    _experts(classes, found)
+    for look in (_rotary, _norms, _mlps, _loss, _projections, _experts):
+        _carefully(look, model, classes, found)
     return found
+
+
+def _built(model_type: str) -> Any:
+    try:
+        return tiny_model(model_type)
+    except InputError:
+        raise
+    except Exception as error:  # of Transformers, or of a package that it asks for
+        raise InputError(f"no tiny model of {model_type!r} can be built: {told(error)}") from error
+
+
+def _refuse_alias(found: Declaration) -> None:
+    """A name that no config says, such as that of a checkpoint that uses the classes of another model."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if (said := CONFIG_MAPPING[found.model_type].model_type) != found.model_type:
+        raise InputError(
+            f"a config of {found.model_type!r} says model_type {said!r}, and its family is found by that;"
+            f" write: opake families new {said} DIRECTORY"
+        )
+
+
+def _carefully(look: Callable[..., None], model: Any, classes: Any, found: Declaration) -> None:
+    """A look that a strange model makes fail costs what it would have found, and nothing else."""
+    try:
+        look(model, classes, found)
+    except Exception as error:
+        found.left_out.append(f"{look.__name__.strip('_')}: looking at it raised {told(error)}")
 
 
 def _classes(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -56,7 +88,7 @@ def _attentions(model_type: str) -> tuple[str, ...]:
     return ("sdpa", "eager")
 
 
-def _rotary(model: nn.Module, found: Declaration) -> None:
+def _rotary(model: nn.Module, classes: dict[str, nn.Module], found: Declaration) -> None:
     modeling = hf.ModelingModule(hf.modeling_module(model))
     layout = rotary.layout_of(modeling.module)
     if not hasattr(modeling.module, rotary.NAME):
@@ -126,7 +158,7 @@ def _add_line(name: str, found: Sum) -> Line:
     return Line(KERNELS, f"AddRMSNorm(hf.{name}{extra})", "rms_norm", because)
 
 
-def _mlps(classes: dict[str, nn.Module], found: Declaration) -> None:
+def _mlps(model: Any, classes: dict[str, nn.Module], found: Declaration) -> None:
     for name, module in classes.items():
         skip = gated_mlp.fits(None, module) if "down_proj" in module._modules or "MLP" in name else False  # pyright: ignore
         if skip is False:
@@ -144,7 +176,7 @@ def _mlps(classes: dict[str, nn.Module], found: Declaration) -> None:
         found.lines.append(Line(LORA, f"FuseMLP(hf.{name})", "lora_mlp"))
 
 
-def _loss(model: Any, found: Declaration) -> None:
+def _loss(model: Any, classes: dict[str, nn.Module], found: Declaration) -> None:
     name, cls = type(model).__name__, type(model)
     asked = {
         ("CrossEntropy", "cross_entropy"): cross_entropy.fits(CrossEntropy(cls), model),
@@ -157,7 +189,7 @@ def _loss(model: Any, found: Declaration) -> None:
             found.left_out.append(f"{record}(hf.{name}): {skip.reason}")
 
 
-def _projections(classes: dict[str, nn.Module], found: Declaration) -> None:
+def _projections(model: Any, classes: dict[str, nn.Module], found: Declaration) -> None:
     for name, module in classes.items():
         held = [part for part in QKV if isinstance(module._modules.get(part), nn.Linear)]
         if len(held) == len(QKV):
@@ -167,7 +199,7 @@ def _projections(classes: dict[str, nn.Module], found: Declaration) -> None:
             found.left_out.append(f"FuseQKV(hf.{name}): it has {parts}, not {', '.join(QKV)}")
 
 
-def _experts(classes: dict[str, nn.Module], found: Declaration) -> None:
+def _experts(model: Any, classes: dict[str, nn.Module], found: Declaration) -> None:
     """The class that holds stacked experts; the hook takes one record, so a second class is left to the author."""
     names = [name for name, module in classes.items() if {"gate_up_proj", "down_proj"} <= module._parameters.keys()]
     found.lines += [Line(MOE, f"Experts(hf.{name})", "moe") for name in names[:1]]
