@@ -15,8 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from opake.checking import sweep
-from opake.checking.judge import loop_grads
+from opake.checking.judge import judged, loop_grads
 from opake.checking.tiny import tiny_batch, tiny_model
 from opake.patches import apply_model_patches, restore
 from opake.testing.cells import Cell, grid, part_name
@@ -80,7 +79,7 @@ def test_per_example_gradients(family: str, cell: Cell) -> None:
     rows = batch(cell.padding)
     with checkpointing(model, cell.checkpointing == "ckpt"):
         got = gradients(model, rows, cell.shape)
-    error, right, note = sweep.judged(got, loop_grads(stock, rows), stock, rows)
+    error, right, note = judged(got, loop_grads(stock, rows), stock, rows)
     assert right, f"relative error {error:.1e}, {note}"
 
 
