@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from opake import registry
-from opake.checking.judge import beside_padding, judged, loop_grads, vmap_grads
+from opake.checking.judge import TOLERANCE, beside_padding, judged, loop_grads, vmap_grads
 from opake.checking.tiny import tiny_batch, tiny_model
 from opake.errors import GenericFamilyWarning, UnknownFamily
 
@@ -90,7 +90,7 @@ def _check(model_type: str, outcome: Outcome) -> None:
         restore(model)
         outcome.errors[case] = error
         if not right:
-            outcome.failures.append(f"{case}: relative error {error:.1e}, {note}")
+            outcome.failures.append(f"{case}: relative error {error:.1e} is above {TOLERANCE:.0e}; {note}")
         elif note:
             outcome.notes.append(note if note.startswith(case) else f"{case}: {note}")
     left = differences(before, attributes(model))
