@@ -312,7 +312,8 @@ def test_choice(monkeypatch):
     cpu, cuda, mps = (torch.device(name) for name in ("cpu", "cuda", "mps"))
     half, whole = torch.bfloat16, torch.float32
     assert choose(cpu, whole, 8, 2, I, H, grouped=False) == ("dense", "grouped=False")
-    assert choose(cpu, whole, 4, 4, I, H).why == "each token takes all 4 experts"
+    assert choose(cuda, half, 4, 4, I, H) == ("dense", "each token takes all 4 experts")
+    assert choose(cpu, whole, 4, 4, I, H).path == "grouped"
     assert choose(cpu, whole, 8, 2, I, H) == ("grouped", "grouped_mm, float32 on cpu")
     assert "multiples of 4, not 16 and 21" in choose(cpu, whole, 8, 2, 21, H).why
     assert choose(mps, half, 64, 2, I, H).why == "no grouped_mm on mps"

@@ -33,7 +33,7 @@ def choose(device: torch.device, dtype: torch.dtype, E: int, K: int, I: int, H: 
     """The path of a call with E experts (hidden size H, intermediate size I) of which each token takes K."""
     if not grouped:
         return Choice("dense", "grouped=False")
-    if K >= E:
+    if K >= E and device.type != "cpu":
         return Choice("dense", f"each token takes all {E} experts")
     if HAS_TRITON and ((device.type == "cuda" and dtype in _HALF) or (INTERPRET and dtype != torch.float64)):
         return Choice("fused", f"Triton, {_short(dtype)} on {device.type}")
