@@ -50,6 +50,7 @@ def _per_example(x, gate_up, down, index, weights):
         (1, 7, 192, 96, 7, 3),
         (2, 300, 200, 136, 6, 1),
         (1, 1, 64, 32, 4, 2),
+        (1, 64, 128, 64, 300, 6),
     ],
 )
 def test_errors(sizes, dtype):
