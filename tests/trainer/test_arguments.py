@@ -155,6 +155,7 @@ TRAPS = {
     "sequential": ("train_sampling_strategy", {"train_sampling_strategy": "sequential"}),
     "label smoother": ("label_smoothing_factor=0.1", {"label_smoothing_factor": 0.1}),
     "auto_find_batch_size": ("auto_find_batch_size=True", {"auto_find_batch_size": True}),
+    "debug": ("debug=.* looks at values", {"debug": "underflow_overflow"}),
     "liger": ("use_liger_kernel", {"use_liger_kernel": True}),
     "token counts": ("include_num_input_tokens_seen", {"include_num_input_tokens_seen": True}),
     "lomo": ("lomo", {"optim": "lomo"}),

@@ -113,13 +113,12 @@ class DPTrainer(transformers.Trainer):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        names = ("num_workers", "persistent_workers", "prefetch_factor")
         return DataLoader(
             Rows(dataset),
             batch_sampler=self.sampler,
             collate_fn=Microbatches(collator, self._microbatch_size()),
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            **{name: getattr(args, f"dataloader_{name}") for name in names},
+            **{k: getattr(args, f"dataloader_{k}") for k in ("num_workers", "persistent_workers", "prefetch_factor")},
         )
 
     def _microbatch_size(self) -> int:

@@ -59,6 +59,7 @@ OPTIONS = (
     ("auto_find_batch_size", False, "repeats steps; set microbatch_size to what fits into memory"),
     ("fp16", False, "scales losses, and with them what is clipped; use bf16=True, or a frozen bfloat16 base"),
     ("torch_compile", False, "compiles inside the per-example gradient, where it cannot work; leave it out"),
+    ("debug", [], "looks at values inside the per-example gradient, where it cannot; leave it out"),
     ("use_liger_kernel", False, "patches whole classes; set use_performance_kernels=True instead"),
     ("deepspeed", None, f"shards gradients before they can be clipped; {DDP}"),
     ("fsdp", [], f"shards gradients before they can be clipped; {DDP}"),
