@@ -117,8 +117,8 @@ def test_inductor_over_twenty_lengths_keeps_the_number_of_compiled_kernels():
         torch.testing.assert_close(*results)
         seen.append(sum(len(k.device_caches[torch.cuda.current_device()][0]) for k in kernels))
     assert _graphs() <= 2
-    # the first lengths bring a multiple of 16 and another one; after them there is nothing new
-    assert seen[1] == seen[-1]
+    # the first three lengths bring the three tiles that a gated activation has; after them there is nothing new
+    assert seen[2] == seen[-1], seen
 
 
 def test_cross_entropy_inside_a_compiled_function(device):
