@@ -97,6 +97,12 @@ def load(model_type: str) -> Family:
     return _load(model_type, _where(), _block_list())
 
 
+def idle_blocks() -> list[str]:
+    """Words of `OPAKE_BLOCK_FAMILIES` that block nothing: of a plugin that is not installed, or misspelt."""
+    claimed = {word for c in _read(_where()) for word in (c.name, _word(f"{c.source}:{c.name}"))}
+    return sorted(_block_list() - claimed)
+
+
 def refresh() -> None:
     """Forget what was read and loaded, e.g. after installing a plugin into the running process."""
     _read.cache_clear()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -161,6 +164,19 @@ def test_code_of_a_model_is_not_run_and_nobody_is_asked(
         explain(str(tmp_path))
     assert not (tmp_path / "ran").exists()
     assert "[y/N]" not in capsys.readouterr().out
+
+
+def test_a_name_on_the_hub(tmp_path: Path) -> None:
+    """As the hub's client keeps it on disk; the tests have no network."""
+    where = tmp_path / "hub" / "models--someone--small"
+    saved(tiny_config("llama"), where / "snapshots" / "0123abc")
+    (where / "refs").mkdir()
+    (where / "refs" / "main").write_text("0123abc")
+    command = [sys.executable, "-m", "opake.cli", "explain", "someone/small", "--tokens", "12", "--json"]
+    offline = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=offline, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert json.loads(done.stdout)["model_type"] == "llama"
 
 
 def test_a_file_by_another_name_is_that_file(tmp_path: Path) -> None:

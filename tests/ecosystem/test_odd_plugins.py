@@ -6,6 +6,7 @@ import pytest
 
 from opake import planning, registry
 from opake.checking.tiny import tiny_model
+from opake.cli import doctor
 from opake.errors import FamilyImportError, FamilyInvalid
 from opake.patches import apply_model_patches
 from opake.testing.isolated import Distribution, isolated_registry
@@ -99,6 +100,13 @@ def test_an_error_while_a_record_is_applied_says_whose_it_is() -> None:
             apply_model_patches(model, rms_norm=True)
     assert caught.value.__notes__ == ["while Own (odd.py:16) was applied to norm"]
     assert "_opake" not in vars(model)
+
+
+def test_the_doctor_names_a_block_that_blocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(registry.BLOCK, "odd:llama, oddd:llama,LLama,ext_a:llama")
+    with isolated_registry(plugin("raise SystemExit"), plugin("", "Ext.A", "extensions")):
+        assert [finding.found for finding in doctor._blocks()] == ["LLama", "oddd:llama"]
+        assert registry.claims(registry.EXTENSIONS) == registry.claims() == []
 
 
 def test_a_module_that_ends_the_process_breaks_its_own_model_type() -> None:

@@ -42,7 +42,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 
     Exits with 1 if a requirement is not met or a plugin is broken or in conflict.
     """
-    asked = (_python, _requirements, _tested, _interfaces, _hardware, _optional, _plugins, _extensions)
+    asked = (_python, _requirements, _tested, _interfaces, _hardware, _optional, _plugins, _extensions, _blocks)
     findings = [finding for question in asked for finding in question()]
     if as_json:
         json_out([asdict(finding) for finding in findings])
@@ -146,6 +146,11 @@ def _plugins() -> Iterator[Finding]:
             yield Finding(what, found, "note", f"{registry.BLOCK}={os.environ[registry.BLOCK]}")
         elif claim.status != "ok":
             yield Finding(what, found, "note", "the installed Transformers has no such model")
+
+
+def _blocks() -> Iterator[Finding]:
+    for word in registry.idle_blocks():
+        yield Finding(registry.BLOCK, word, "note", "no installed plugin claims this: nothing is blocked by it")
 
 
 def _extensions() -> Iterator[Finding]:
