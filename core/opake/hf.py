@@ -219,9 +219,9 @@ def is_checkpointing_layer(module: nn.Module) -> bool:
 def compresses_ahead(module: nn.Module) -> bool:
     """Whether this attention lets early tokens see windows of later ones that were compressed into one.
 
-    DeepSeek-V4 before Transformers 5.9: its compressor gave no bias along with the windows.
+    DeepSeek-V4 in Transformers 5.8, whose compressor gave no bias along with the windows.
     """
-    compressor = getattr(module, "compressor", None)
+    compressor: Any = getattr(module, "compressor", None)
     if not hasattr(compressor, "compress_rate"):
         return False
     hints = inspect.get_annotations(type(compressor).forward, eval_str=True)

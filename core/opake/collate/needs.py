@@ -18,7 +18,7 @@ def needs_mask(model: nn.Module) -> str | None:
 
     Causal attention, windows, convolutions and recurrences reach back only: padding on the right changes no labelled
     token. Attention that looks both ways and a router's loss over all tokens see it. So do the compressed windows of
-    DeepSeek-V4 before Transformers 5.9, with the mask as well, but then as that Transformers has it.
+    DeepSeek-V4 in Transformers 5.8, with the mask as well, but then as that Transformers has it.
     """
     model = _inner(model)
     config: Any = getattr(model, "config", None)
