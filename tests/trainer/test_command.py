@@ -82,6 +82,8 @@ def test_a_run_shows_epsilon_and_saves_adapter_and_card(capsys, folder) -> None:
         (("--target-epsilon", 3, "--noise-multiplier", 1), "either target_epsilon or noise_multiplier"),
         (("--target-epsilon", 3, "--field", "note"), "notes.jsonl:1: no text in the field 'note', only text"),
         (("--target-epsilon", 3, "--batch-size", 500), "the data set has 54 rows"),
+        (("--target-epsilon", 3, "--resume"), "never has no checkpoint to resume from; leave out --resume"),
+        (("--target-epsilon", 3, "--output", __file__), "test_command.py is a file; name a folder"),
     ],
 )
 def test_wrong_use_is_one_line(capsys, folder, options, says) -> None:
@@ -100,6 +102,9 @@ def test_what_becomes_a_row(tmp_path, monkeypatch) -> None:
     assert max(len(row["input_ids"]) for row in training) == 8
     lines.write_text("not JSON\n")
     with pytest.raises(InputError, match=r"lines\.jsonl:1: no text in the field 'text'"):
+        data.load(str(lines), "text", lambda text: [1], 8)
+    lines.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"lines\.jsonl is not text in UTF-8"):
         data.load(str(lines), "text", lambda text: [1], 8)
     lines.write_text('{"text": "alone"}\n')
     with pytest.raises(InputError, match="has 1 rows with text; 10 are needed"):

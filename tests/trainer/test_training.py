@@ -165,6 +165,19 @@ def test_without_a_history_nothing_is_resumed(tmp_path) -> None:
         trainer(tmp_path / "elsewhere").train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("privacy", [{"target_epsilon": 3.0}, {"noise_multiplier": 1.0}])
+def test_a_complete_training_that_is_resumed_spends_nothing(tmp_path, privacy) -> None:
+    """Transformers would make a tenth step of nine."""
+    options = {**RESUMED, "max_steps": 9, **privacy}
+    first = trainer(tmp_path, **options)
+    first.train()
+    again = trainer(tmp_path, **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == again.history.steps == 9
+    assert torch.equal(weights(again.model), weights(first.model))
+    assert again.epsilon() == first.epsilon()
+
+
 def test_a_saved_model_is_no_checkpoint(tmp_path) -> None:
     it = trainer(tmp_path)
     it.train()

@@ -36,7 +36,11 @@ def load(source: str, field: str, encode: Encode, length: int) -> tuple[Rows, Ro
 
 
 def _lines(path: Path, field: str) -> Iterator[str]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not text in UTF-8: {error}") from error
+    for number, line in enumerate(lines, 1):
         if line.strip():
             yield _text(_parsed(line), field, f"{path}:{number}")
 

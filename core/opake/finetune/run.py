@@ -13,7 +13,7 @@ from transformers.trainer_callback import PrinterCallback
 from opake.collate import RightPaddingCollator
 from opake.demo.curves import sketch
 from opake.demo.model import load, with_adapters
-from opake.errors import MissingDependency
+from opake.errors import InputError, MissingDependency
 from opake.patches import restore_runtime
 from opake.trainer import DPTrainer, TrainingArguments
 
@@ -48,6 +48,10 @@ def run(plan: Plan) -> None:
     """Carry out a plan; what it prints is plain text."""
     if plan.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise MissingDependency("--plot needs the package matplotlib: pip install matplotlib")
+    if plan.output.exists() and not plan.output.is_dir():
+        raise InputError(f"--output {plan.output} is a file; name a folder")
+    if plan.resume and not list(plan.output.glob("checkpoint-*")):
+        raise InputError(f"{plan.output} has no checkpoint to resume from; leave out --resume")
     args = _arguments(plan)
     subject = load(plan.model)
     training, held_out = data.load(plan.dataset, plan.field, subject.encode, plan.length)

@@ -18,7 +18,10 @@ class PoissonSampler(Sampler[list[int]]):
 
     first: called at the start of an epoch, the number of its first draw since training began. Skipping batches of an
         epoch after a resume therefore leads to the very draws that come next.
+    stop: the number of the first draw beyond the plan, which is never made.
     """
+
+    stop = 1 << 62
 
     def __init__(
         self, rows: int, rate: float, randomness: Randomness, *, first: Callable[[], int], processes: int = 1
@@ -37,7 +40,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self._first()
-        for number in range(first, first + self.steps):
+        for number in range(first, min(first + self.steps, self.stop)):
             yield self.draw(number)
 
     def draw(self, number: int) -> list[int]:

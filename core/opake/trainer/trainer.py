@@ -1,7 +1,6 @@
 """`DPTrainer`: Transformers' trainer whose gradient is clipped per example, noised and accounted.
 
-Only what privacy needs is overridden: the batches, the gradient of a step, what is logged and what is saved. The loop,
-optimisers, schedules, callbacks, evaluation and checkpoints are Transformers' own.
+Only what privacy needs is overridden: batches, the gradient of a step, what is logged and saved.
 """
 
 from __future__ import annotations
@@ -34,13 +33,10 @@ _log = logging.getLogger("opake.trainer")
 
 
 class DPTrainer(transformers.Trainer):
-    """`transformers.Trainer` with DP-SGD (Abadi et al. 2016).
+    """`transformers.Trainer` with DP-SGD (Abadi et al. 2016), its arguments, and `args` of opake.
 
-    Takes the arguments of `transformers.Trainer`; `args` is an `opake.trainer.TrainingArguments`. The model is patched
-    here: attach adapters before. To define the loss of a row, override `compute_per_example_loss`.
-
-    history: the noisy steps made so far. accountant: turns them into epsilon, see `epsilon()` and `privacy_card()`.
-    patch_report: what `apply_model_patches` did. engines: how gradients were computed, and why so.
+    The model is patched here: attach adapters before. history: the noisy steps made so far. accountant: turns them into
+    epsilon. patch_report: what `apply_model_patches` did. engines: how gradients were computed, and why so.
 
     Raises InputError for whatever would break privacy in silence (`opake.trainer.traps`), UnsupportedModel for a module
     that is no Transformers model without `use_compat_patches=False`, MissingDependency without dp-accounting.
@@ -49,6 +45,8 @@ class DPTrainer(transformers.Trainer):
     args: TrainingArguments
     model: Any
     optimizer: Any
+    # what Transformers says about it depends on whether `datasets` is installed
+    train_dataset: Any
 
     def __init__(
         self,
@@ -80,10 +78,10 @@ class DPTrainer(transformers.Trainer):
         self._gradient: PrivateGradient | None = None
 
     def compute_per_example_loss(self, model: nn.Module, row: dict[str, Any]) -> torch.Tensor:
-        """The loss of one row, a scalar; override it to change what is learned.
+        """The loss of one row, a scalar; override it to change what is learned, by the vmap engine then.
 
         row: what the collator made of one row, a batch of one: every tensor has a leading dimension of 1. It runs under
-        `torch.func`, so it must not branch on values. Overriding it leaves the vmap engine as the only one.
+        `torch.func`, so it must not branch on values.
         """
         return _loss_in(model(**row), model)
 
@@ -106,9 +104,7 @@ class DPTrainer(transformers.Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Logical batches, cut into microbatches; never sharded by accelerate, for each process has its own share."""
-        # what Transformers says about the type depends on whether `datasets` is installed
-        dataset: Any = self.train_dataset
-        args, collator = self.args, self.data_collator
+        args, dataset, collator = self.args, self.train_dataset, self.data_collator
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
@@ -200,28 +196,30 @@ class DPTrainer(transformers.Trainer):
             history, done = card.read_history(folder)
             self.history = max(history, self.history, key=lambda known: known.steps)
         self._skipped = 0 if self.args.ignore_data_skip else done % len(self.sampler)
-        self._sigma = self._planned_noise(done)
+        plan = self.args.max_steps, math.ceil(self.args.num_train_epochs * len(self.sampler))
+        left = max(0, plan[plan[0] <= 0] - done)
+        self._sigma = self._planned_noise(left)
+        # Transformers would make one more step of a training that is complete
+        self.sampler.stop = self.history.steps + left
         self.history.test_only |= self.args.noise_seed is not None
         self.history.logged_without_noise |= self.args.log_private_statistics
         self._statistics = Statistics(self.args.device)
         out = super().train(folder, *args, **kwargs)
         return out._replace(training_loss=self._statistics.mean_loss())
 
-    def _planned_noise(self, done: int) -> float:
-        """The noise multiplier of the steps to come, `done` steps of the plan being made."""
-        args, rate, spent = self.args, self.sampler.rate, self.history
-        if args.target_epsilon is None:
-            return args.noise_multiplier or 0.0
-        steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * len(self.sampler))
-        if not spent.phases:
-            return noise_for(args.target_epsilon, self.delta, rate, steps, self.accountant)
-        planned, sigma = History(spent.phases), spent.phases[-1].noise_multiplier
-        planned.add(rate, sigma, max(0, steps - done))
+    def _planned_noise(self, left: int) -> float:
+        """The noise multiplier of the `left` steps to come; makes the accountant know such a step before training."""
+        target, sigma = self.args.target_epsilon, self.args.noise_multiplier or 0.0
+        planned, rate = History(self.history.phases), self.sampler.rate
+        if target is not None:
+            known = planned.phases[-1].noise_multiplier if planned.phases else None
+            sigma = known or noise_for(target, self.delta, rate, left, self.accountant)
+        planned.add(rate, sigma, left)
         epsilon = self.accountant.epsilon(planned.phases, self.delta)
-        if epsilon > args.target_epsilon:
+        if epsilon > (target or math.inf):
             raise InputError(
-                f"{planned.steps} steps, {spent.steps} of them made, would spend epsilon {epsilon:.3f} of "
-                f"target_epsilon={args.target_epsilon}; plan fewer steps, or raise target_epsilon"
+                f"{planned.steps} steps, {self.history.steps} of them made, would spend epsilon {epsilon:.3f} of "
+                f"target_epsilon={target}; plan fewer steps, or raise target_epsilon"
             )
         return sigma
 
@@ -274,6 +272,5 @@ class DPTrainer(transformers.Trainer):
 def _loss_in(outputs: Any, model: nn.Module) -> torch.Tensor:
     value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if value is None:
-        way_out = "let its forward return a mapping with 'loss', or override compute_per_example_loss"
-        raise InputError(f"{type(model).__name__} returned {type(outputs).__name__} without 'loss'; {way_out}")
+        raise InputError(f"{type(model).__name__}: no 'loss'; return one by name, or override compute_per_example_loss")
     return value
