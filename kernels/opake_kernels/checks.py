@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .launch import autocasting
+
 __all__ = [
     "ExampleAxisError",
     "autocast_to_compute_dtype",
@@ -70,13 +72,9 @@ def check_shape(op: str, name: str, shape: Sequence[int], expected: Sequence[int
         raise ValueError(f"{op}: {name} has shape {tuple(shape)}, expected {tuple(expected)} ({why})")
 
 
-def _autocasting(tensor: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(tensor.device.type)
-
-
 def autocast_to_widest(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Under autocast, mixed dtypes become the widest, as torch promotes element-wise arithmetic; else unchanged."""
-    if not _autocasting(tensors[0]) or all(t.dtype == tensors[0].dtype for t in tensors):
+    if not autocasting(tensors[0]) or all(t.dtype == tensors[0].dtype for t in tensors):
         return tensors
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
@@ -86,7 +84,7 @@ def autocast_to_widest(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def autocast_to_compute_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Under autocast, the autocast dtype, as for a matrix product; else unchanged. float64 stays, as in torch."""
-    if not _autocasting(tensors[0]):
+    if not autocasting(tensors[0]):
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)

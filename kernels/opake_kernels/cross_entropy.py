@@ -59,11 +59,11 @@ def cross_entropy_reference(
         z = settings.softcap * torch.tanh(z / settings.softcap)
     ignored = labels == settings.ignore_index
     valid = (labels >= 0) & (labels < logits.shape[-1])
-    lse = torch.logsumexp(z, -1)
-    chosen = z.gather(-1, torch.where(valid, labels, 0).long().unsqueeze(-1)).squeeze(-1)
+    # not logsumexp(z) - z, which loses digits to a common offset of the logits
+    z = torch.log_softmax(z, -1)
+    loss = -z.gather(-1, torch.where(valid, labels, 0).long().unsqueeze(-1)).squeeze(-1)
     if settings.smoothing:
-        chosen = (1.0 - settings.smoothing) * chosen + settings.smoothing * z.mean(-1)
-    loss = lse - chosen
+        loss = (1.0 - settings.smoothing) * loss - settings.smoothing * z.mean(-1)
     # a label out of range makes loss and gradient of its token NaN
     loss = torch.where(ignored, 0.0, loss * torch.where(valid | ignored, 1.0, torch.nan).to(loss.dtype))
     if settings.reduction == "none":

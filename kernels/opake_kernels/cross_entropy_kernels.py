@@ -7,7 +7,7 @@ a run of tiles backward. Rows may begin at any address (row_softmax.py). Leaves 
 from __future__ import annotations
 
 from .launch import jit, tl
-from .row_softmax import aligned_start, cap_scale, row_log_softmax_parts, softmax_grad
+from .row_softmax import aligned_start, cap_scale, finite_or_zero, row_log_softmax_parts, softmax_grad
 
 __all__ = ["cross_entropy_bwd_kernel", "cross_entropy_fwd_kernel", "cross_entropy_reduce_kernel"]
 
@@ -25,12 +25,16 @@ def cross_entropy_fwd_kernel(
         tl.store(LSE + row * 2 + tl.arange(0, 2), tl.zeros((2,), tl.float32))
     else:
         start = (row // inner) * outer + (row % inner) * step
-        top, log_sum, total = row_log_softmax_parts(L, start, V, scale, cap, CAP, SMOOTH, T, W)  # pyright: ignore
         valid = (y >= 0) & (y < V)
         z = cap_scale(tl.load(L + start + tl.where(valid, y, 0)), scale, cap, CAP)
+        origin = finite_or_zero(z)  # pyright: ignore
+        top, log_sum, total = row_log_softmax_parts(  # pyright: ignore
+            L, start, V, scale, cap, CAP, SMOOTH, T, W, origin
+        )
+        loss = top - z
         if SMOOTH:
-            z = (1.0 - smoothing) * z + smoothing * (total / V)
-        loss = (top - z) + log_sum
+            loss -= smoothing * (total / V)
+        loss += log_sum
         tl.store(LOSS + row, tl.where(valid, loss, float("nan")))
         tl.store(LSE + row * 2, top)
         tl.store(LSE + row * 2 + 1, log_sum)

@@ -73,11 +73,17 @@ def uses_triton(*tensors: torch.Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is None:
             continue
-        if not (tensor.is_cuda or INTERPRET):
+        if not (tensor.is_cuda or INTERPRET) or tensor.device.type == "meta":
             return False
         if tensor.is_floating_point() and tensor.dtype not in _KERNEL_DTYPES:
             return False
     return True
+
+
+def autocasting(tensor: torch.Tensor) -> bool:
+    """Whether autocast is on for the device of `tensor`; torch has no answer for meta, where nothing is computed."""
+    device = tensor.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def alike(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -88,7 +94,7 @@ def alike(x: torch.Tensor, y: torch.Tensor) -> bool:
         and x.dtype == y.dtype
         and x.shape == y.shape
         and x.device == y.device
-        and not torch.is_autocast_enabled(x.device.type)
+        and not autocasting(x)
     )
 
 

@@ -117,6 +117,8 @@ def _check_tables(op: str, x: torch.Tensor, cos: Any, sin: Any, rotary_dim: int 
             f"beside x of shape {tuple(x.shape)}"
         )
     R = cos.shape[-1]
+    if isinstance(rotary_dim, float):
+        raise TypeError(f"{op}: rotary_dim is {rotary_dim!r}, expected a whole number or None")
     width = _rotary_width(D, R, rotary_dim)
     if R not in (width, width // 2) or width % 2 or not 0 < width <= D:
         raise ValueError(

@@ -17,9 +17,9 @@ __all__ = [
     "aligned_start",
     "cap_scale",
     "cap_scale_grad",
+    "finite_or_zero",
     "grad_tile",
     "row_log_softmax_parts",
-    "row_logsumexp",
     "row_tile",
     "softmax_grad",
 ]
@@ -48,6 +48,12 @@ def cap_scale_grad(x, scale, cap, CAP: tl.constexpr):
 
 
 @jit
+def finite_or_zero(z):
+    """z, or 0 for a logit of minus infinity, from which no differences are taken."""
+    return tl.where(z == -float("inf"), 0.0, z)
+
+
+@jit
 def aligned_start(start, W: tl.constexpr):
     """(aligned, shift): the multiple of W at or before element `start`, and how far before."""
     shift = start % W
@@ -55,10 +61,12 @@ def aligned_start(start, W: tl.constexpr):
 
 
 @jit
-def _accumulate(m, s, total, x, inside, scale, cap, CAP: tl.constexpr, TOTAL: tl.constexpr, MASKED: tl.constexpr):
+def _accumulate(
+    m, s, total, x, inside, scale, cap, origin, CAP: tl.constexpr, TOTAL: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
     z = cap_scale(x, scale, cap, CAP)
     if TOTAL:
-        total += tl.sum(tl.where(inside, z, 0.0) if MASKED else z, 1)
+        total += tl.sum(tl.where(inside, z - origin, 0.0) if MASKED else z - origin, 1)
     if MASKED:
         z = tl.where(inside, z, -float("inf"))
     new = tl.maximum(m, tl.max(z, 1))
@@ -73,12 +81,12 @@ def _accumulate(m, s, total, x, inside, scale, cap, CAP: tl.constexpr, TOTAL: tl
 
 @jit
 def row_log_softmax_parts(
-    L, start, V, scale, cap, CAP: tl.constexpr, TOTAL: tl.constexpr, T: tl.constexpr, W: tl.constexpr
+    L, start, V, scale, cap, CAP: tl.constexpr, TOTAL: tl.constexpr, T: tl.constexpr, W: tl.constexpr, origin=0.0
 ):  # fmt: skip
     """(top, log_sum, total) of the V scaled and capped logits from element `start` of L; the total only with TOTAL.
 
     logsumexp is top + log_sum; apart they give the loss as (top - z) + log_sum, which keeps its digits where z is much
-    larger than the loss.
+    larger than the loss. For the same reason the total is that of z - origin.
     """
     aligned, shift = aligned_start(start, W)  # pyright: ignore
     base = L + aligned
@@ -91,28 +99,19 @@ def row_log_softmax_parts(
 
     inside = (lane >= shift) & (lane < end)
     x = tl.load(base + lane, mask=inside, other=0.0)
-    m, s, total = _accumulate(m, s, total, x, inside, scale, cap, CAP, TOTAL, True)
+    m, s, total = _accumulate(m, s, total, x, inside, scale, cap, origin, CAP, TOTAL, True)
     for at in range(T * W, end - T * W + 1, T * W):
         x = tl.load(base + at + lane)
-        m, s, total = _accumulate(m, s, total, x, inside, scale, cap, CAP, TOTAL, False)
+        m, s, total = _accumulate(m, s, total, x, inside, scale, cap, origin, CAP, TOTAL, False)
     last = end // (T * W) * (T * W)
     if last > 0:
         inside = lane < end - last
         x = tl.load(base + last + lane, mask=inside, other=0.0)
-        m, s, total = _accumulate(m, s, total, x, inside, scale, cap, CAP, TOTAL, True)
+        m, s, total = _accumulate(m, s, total, x, inside, scale, cap, origin, CAP, TOTAL, True)
 
     top = tl.max(m, 0)
     safe = tl.where(top == -float("inf"), 0.0, top)
     return safe, precise_log(tl.sum(s * precise_exp(m - safe), 0)), tl.sum(total, 0)
-
-
-@jit
-def row_logsumexp(
-    L, start, V, scale, cap, CAP: tl.constexpr, TOTAL: tl.constexpr, T: tl.constexpr, W: tl.constexpr
-):  # fmt: skip
-    """(logsumexp, sum) of the V scaled and capped logits from element `start` of L; the sum only with TOTAL."""
-    top, log_sum, total = row_log_softmax_parts(L, start, V, scale, cap, CAP, TOTAL, T, W)  # pyright: ignore
-    return top + log_sum, total
 
 
 @jit

@@ -24,9 +24,9 @@ def selective_log_softmax_reference(
     logits: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """The plain twin of `opake_selective_log_softmax`; `dtype` of the result, by default that of the logits."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     valid = (indices >= 0) & (indices < logits.shape[-1])
-    chosen = z.gather(-1, torch.where(valid, indices, 0).long()) - torch.logsumexp(z, -1, keepdim=True)
+    chosen = z.gather(-1, torch.where(valid, indices, 0).long())
     return (chosen * torch.where(valid, 1.0, torch.nan).to(z.dtype)).to(dtype or logits.dtype)
 
 

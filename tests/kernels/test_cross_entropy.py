@@ -73,6 +73,25 @@ def test_twin_is_torch(smoothing, reduction, device):
     torch.testing.assert_close(twin.view(-1), stock.view(-1))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_common_offset(smoothing, device, assert_errors):
+    # what is added to all logits of a row changes nothing, and must cost no digits; the twin is judged as well
+    logits = torch.randn(64, 50, device=device) * 5 + 1000
+    labels = torch.where(torch.arange(64, device=device) % 2 == 0, logits.argmax(-1), 7)
+
+    def run(loss, dtype):
+        z = logits.to(dtype).requires_grad_()
+        value = loss(z, labels)
+        return [value.detach(), *torch.autograd.grad(value.sum(), z)]
+
+    def stock(z, y):
+        return functional.cross_entropy(z, y, label_smoothing=smoothing, reduction="none")
+
+    for make in (_op, _twin):
+        got = run(make(label_smoothing=smoothing, reduction="none"), torch.float32)
+        assert_errors(got, run(stock, torch.float32), run(stock, torch.float64))
+
+
 @pytest.mark.parametrize("V", [4093, 4096, 4100, 9001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_tiles_and_unaligned_rows(V, dtype, device, check_op):

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch.func import grad, vjp, vmap
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -87,6 +88,29 @@ def test_values_and_gradients(diff, reduction, dtype, chunk, device, check):
 def test_shapes(diff, reduction, shape, H, V, chunk, device, check):
     loss, *_ = check(_data(shape, H, V, device), diff, chunk, reduction=reduction)
     assert loss.shape == (shape if reduction == "none" else ())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("trainable", [False, True])
+def test_common_offset(trainable, smoothing, chunk, device, assert_errors):
+    # small multiples of 1/16: the products are exact, so that only the softmax can lose digits to the offset
+    hidden = torch.randint(-12, 13, (24, 9), device=device) / 4.0
+    weight = torch.randint(-12, 13, (50, 9), device=device) / 4.0
+    hidden[:, 0], weight[:, 0] = 1.0, 1000.0
+    labels = torch.where(torch.arange(24, device=device) % 2 == 0, (hidden @ weight.t()).argmax(-1), 7)
+
+    def run(loss, dtype):
+        data = [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(trainable)]
+        value = loss(*data)
+        return [value.detach(), *torch.autograd.grad(value.sum(), data[: 1 + trainable])]
+
+    def stock(h, w):
+        return functional.cross_entropy(h @ w.t(), labels, label_smoothing=smoothing, reduction="none")
+
+    def ours(h, w):
+        return _op(chunk=chunk, label_smoothing=smoothing, reduction="none")(h, w, labels)
+
+    assert_errors(run(ours, torch.float32), run(stock, torch.float32), run(stock, torch.float64))
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -246,6 +246,8 @@ def test_bad_arguments(device):
     for options in ({"rotary_dim": 6}, {"rotary_dim": 16}, {"rotary_dim": 0}):
         with pytest.raises(ValueError, match=rf"rotary width of {options['rotary_dim']} .*have 8 columns"):
             opake_rope_qk(q, k, cos, sin, **options)
+    with pytest.raises(TypeError, match=r"rotary_dim is 8.0, expected a whole number"):
+        opake_rope_qk(q, k, cos, sin, rotary_dim=8.0)
     with pytest.raises(ValueError, match="rotary width of 3 needs to be even"):
         opake_rope_qk(q, k, cos[..., :3], sin[..., :3])
     with pytest.raises(ValueError, match=r"number of heads only, got shapes \(2, 3, 5, 8\) and \(2, 1, 4, 8\)"):

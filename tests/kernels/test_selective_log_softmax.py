@@ -66,6 +66,21 @@ def test_autocast_gives_the_dtype_of_log_softmax(device):
     assert d.dtype == torch.bfloat16
 
 
+def test_common_offset(device, assert_errors):
+    logits, indices = torch.randn(64, 50, device=device) * 5 + 1000, torch.arange(64, device=device).view(-1, 1) % 50
+
+    def run(op, dtype):
+        z = logits.to(dtype).requires_grad_()
+        chosen = op(z, indices)
+        return [chosen.detach(), *torch.autograd.grad(chosen.sum(), z)]
+
+    def stock(z, at):
+        return torch.log_softmax(z, -1).gather(-1, at)
+
+    for op in (opake_selective_log_softmax, selective_log_softmax_reference):
+        assert_errors(run(op, torch.float32), run(stock, torch.float32), run(stock, torch.float64))
+
+
 def test_index_out_of_range(device):
     if device == "cpu":
         with pytest.raises(ValueError, match="label 9 is out of range for a vocabulary of 9"):

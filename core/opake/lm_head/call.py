@@ -20,6 +20,7 @@ from torch import nn
 from opake import hf
 from opake.patching import notes
 from opake.patching.instance import untouched
+from opake_kernels.launch import autocasting
 
 from .deferred import DeferredLogits
 from .head import Head
@@ -52,7 +53,7 @@ class LossOnly:
             return inner(linear, x)
         self.deferred += 1
         compute = (lambda: inner(linear, x)) if weight.dim() == 2 else (lambda: _by_example(x, weight, bias))
-        autocast = torch.is_autocast_enabled(x.device.type)
+        autocast = autocasting(x)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
         # fused on CUDA, chunked elsewhere, also where Triton is interpreted
         chunk = self.chunk or (None if x.is_cuda else True)

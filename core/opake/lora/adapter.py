@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from opake.errors import InputError
+from opake_kernels.launch import autocasting
 
 from .shapes import shape_of
 
@@ -84,7 +85,7 @@ class LinearAdapter(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The difference alone, (..., in) -> (..., out)."""
         rows = self.dropout(x) if self.dropout_position == "pre" else x
-        autocast = torch.is_autocast_enabled(x.device.type)
+        autocast = autocasting(x)
         rows = rows if autocast else rows.to(self.linear_in.weight.dtype)
         delta = self.linear_out(self.linear_in(rows)) * self.scale
         delta = delta if autocast else delta.to(x.dtype)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from opake_kernels.launch import autocasting
+
 # variants whose forward is that of plain LoRA
 PLAIN_VARIANTS = frozenset({"MiCALinearVariant"})
 # subclasses of nn.Linear that compute x W^T + bias in other words
@@ -91,7 +93,7 @@ def _taking(found: Projection, module: Any, x: torch.Tensor) -> Projection | str
         return f"the input is a {type(x).__name__}"
     if device != W.device:
         return "the input is on another device than the weight"
-    if x.dtype != W.dtype and not torch.is_autocast_enabled(device.type):
+    if x.dtype != W.dtype and not autocasting(x):
         return "the input has another dtype than the weight"
     if found.A is not None and found.A.dtype != x.dtype and not getattr(module, "cast_input_dtype_enabled", True):
         return "casting of the input is disabled"

@@ -97,7 +97,7 @@ def _first_sweep(head: Head, hidden: bool, width: int) -> Gradients:
     x = head.x
     R, wide = x.shape[0], accumulator_dtype(x.dtype)
     loss = torch.empty(R, dtype=wide, device=x.device)
-    lse, dx = torch.empty_like(loss), torch.empty_like(x) if hidden else None
+    lse, dx = loss.new_empty(R, 2), torch.empty_like(x) if hidden else None
     width = min(width, head.weight.shape[0])
     # without a soft cap the smoothing term is the same for all tokens
     columns = None
@@ -111,7 +111,7 @@ def _first_sweep(head: Head, hidden: bool, width: int) -> Gradients:
 
 
 def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: torch.Tensor | None):
-    """(loss, lse, gradient of x or None) of the tokens `rows`, in one sweep over the vocabulary."""
+    """(loss, parts of lse, gradient of x or None) of the tokens `rows`, in one sweep over the vocabulary."""
     x, w, labels, settings = head.x[rows], head.weight, head.labels[rows], head.settings
     V, smoothing, cap = w.shape[0], settings.smoothing, settings.softcap
     # top: running maximum; rest: sum of exponentials without the label's; own: the label's logit
@@ -125,11 +125,13 @@ def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: to
         z, slope = _logits(head, rows, columns, hidden)
         inside, column = _label_column(labels, columns)
         own = torch.where(inside, z.gather(1, column).squeeze(1), own)
-        if smoothing:
-            total += z.sum(1)
         higher = torch.maximum(top, z.amax(1))
+        z.sub_(higher.unsqueeze(1))
+        if smoothing:
+            # of logits less the running maximum, so that a common offset costs no digits
+            total += z.sum(1) if columns.start == 0 else z.sum(1) - columns.start * (higher - top)
         shrink, top = torch.exp(top - higher), higher
-        z.sub_(top.unsqueeze(1)).exp_()
+        z.exp_()
         z.scatter_(1, column, torch.where(inside.unsqueeze(1), 0.0, z.gather(1, column)))
         rest = rest * shrink + z.sum(1)
         if dx is not None:
@@ -142,8 +144,8 @@ def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: to
 
     own_share = torch.exp(own - top)
     log_sum = torch.log(rest + own_share)
-    chosen = (1.0 - smoothing) * own + smoothing * (total / V) if smoothing else own
-    loss, lse = (top - chosen) + log_sum, top + log_sum
+    missing = (1.0 - smoothing) * (top - own) - smoothing * (total / V) if smoothing else top - own
+    loss, lse = missing + log_sum, torch.stack((top, log_sum), 1)
     factor, ignored = _counted(head, rows, top), labels == settings.ignore_index
     if dx is not None:
         slope = _slope(own / cap) if cap else 1.0
@@ -154,10 +156,10 @@ def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: to
         dx = dx.mul_((factor * settings.scale).unsqueeze(1)).masked_fill_(ignored.unsqueeze(1), 0.0)
     # NaN where the label is out of range
     loss = (loss + 0.0 * factor).masked_fill_(ignored, 0.0)
-    return loss, lse.masked_fill_(ignored, 0.0), dx
+    return loss, lse.masked_fill_(ignored.unsqueeze(1), 0.0), dx
 
 
-def _second_sweep(head: Head, need: Need, width: int, lse_R: torch.Tensor) -> Gradients:
+def _second_sweep(head: Head, need: Need, width: int, lse_R2: torch.Tensor) -> Gradients:
     """Gradients from the finished softmax; the vocabulary outside, so that a tile of dW is summed where it stays."""
     x, w = head.x, head.weight
     (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
@@ -166,8 +168,8 @@ def _second_sweep(head: Head, need: Need, width: int, lse_R: torch.Tensor) -> Gr
     db = torch.zeros(V, dtype=wide, device=x.device) if need.bias else None
     width = min(width, V)
     for columns in _slices(V, width):
-        for rows in _slices(R, tile_tokens(R, width, lse_R.element_size(), TILE_BYTES)):
-            d = _tile_gradient(head, rows, columns, lse_R[rows])
+        for rows in _slices(R, tile_tokens(R, width, lse_R2.element_size(), TILE_BYTES)):
+            d = _tile_gradient(head, rows, columns, lse_R2[rows])
             if db is not None:
                 db[columns] += d.sum(0)
             d = d.to(x.dtype)
@@ -175,7 +177,7 @@ def _second_sweep(head: Head, need: Need, width: int, lse_R: torch.Tensor) -> Gr
                 product_into(dx[rows], d, w[columns], first=False)
             if dw is not None:
                 product_into(dw[columns], d.t(), x[rows], first=False)
-    return Gradients(lse_R, lse_R, None if dx is None else dx.to(x.dtype), dw, db)
+    return Gradients(lse_R2[:, 0], lse_R2, None if dx is None else dx.to(x.dtype), dw, db)
 
 
 def _whole_rows(head: Head, need: Need) -> Gradients:
@@ -183,7 +185,7 @@ def _whole_rows(head: Head, need: Need) -> Gradients:
     x, w, settings = head.x, head.weight, head.settings
     (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
     loss = torch.zeros(R, dtype=wide, device=x.device)
-    lse, every = torch.zeros_like(loss), slice(0, V)
+    lse, every = loss.new_zeros(R, 2), slice(0, V)
     dx = torch.empty_like(x) if need.hidden else None
     dw = torch.zeros(V, H, dtype=wide, device=x.device) if need.weight else None
     db = torch.zeros(V, dtype=wide, device=x.device) if need.bias else None
@@ -191,13 +193,16 @@ def _whole_rows(head: Head, need: Need) -> Gradients:
         z, slope = _logits(head, rows, every, True)
         inside, column = _label_column(head.labels[rows], every)
         own, ignored = z.gather(1, column).squeeze(1), head.labels[rows] == settings.ignore_index
-        chosen = (1.0 - settings.smoothing) * own + settings.smoothing * z.mean(1) if settings.smoothing else own
         top = z.amax(1)
-        d = z.sub_(top.unsqueeze(1)).exp_()
+        z.sub_(top.unsqueeze(1))
+        missing = top - own
+        if settings.smoothing:
+            missing = (1.0 - settings.smoothing) * missing - settings.smoothing * z.mean(1)
+        d = z.exp_()
         total = d.sum(1)
         log_sum = total.log()
-        lse[rows] = (top + log_sum).masked_fill(ignored, 0.0)
-        loss[rows] = ((top - chosen) + log_sum).masked_fill(~inside, torch.nan).masked_fill(ignored, 0.0)
+        lse[rows] = torch.stack((top, log_sum), 1).masked_fill_(ignored.unsqueeze(1), 0.0)
+        loss[rows] = (missing + log_sum).masked_fill(~inside, torch.nan).masked_fill(ignored, 0.0)
         _finish_tile(head, rows, d.div_(total.unsqueeze(1)), inside, column, slope)
         if db is not None:
             db += d.sum(0)
@@ -211,12 +216,13 @@ def _whole_rows(head: Head, need: Need) -> Gradients:
     return Gradients(loss, lse, dx, dw, db)
 
 
-def _tile_gradient(head: Head, rows: slice, columns: slice, lse: torch.Tensor) -> torch.Tensor:
-    """The gradient by the logits of a tile; `lse` of its tokens."""
+def _tile_gradient(head: Head, rows: slice, columns: slice, lse_R2: torch.Tensor) -> torch.Tensor:
+    """The gradient by the logits of a tile; `lse_R2` of its tokens."""
     z, slope = _logits(head, rows, columns, True)
     # an ignored token has no lse; with an infinite one its softmax is zero
-    lse = lse.masked_fill(head.labels[rows] == head.settings.ignore_index, torch.inf)
-    d = z.sub_(lse.unsqueeze(1)).exp_()
+    ignored = head.labels[rows] == head.settings.ignore_index
+    top, log_sum = lse_R2.masked_fill(ignored.unsqueeze(1), torch.inf).split(1, 1)
+    d = z.sub_(top).sub_(log_sum).exp_()
     _finish_tile(head, rows, d, *_label_column(head.labels[rows], columns), slope)
     return d
 

@@ -62,7 +62,8 @@ def linear_cross_entropy_exp_kernel(
         for at in range(0, V, B):
             tl.store(base + at + lane, tl.zeros((B,), tl.float32), mask=at + lane < V)
         tl.store(LOSS + row, 0.0)
-        tl.store(LSE + row, 0.0)
+        tl.store(LSE + 2 * row, 0.0)
+        tl.store(LSE + 2 * row + 1, 0.0)
         tl.store(FACTOR + row, 0.0)
         tl.store(LABEL + row, 0.0)
     else:
@@ -90,7 +91,8 @@ def linear_cross_entropy_exp_kernel(
         s = rest + tl.exp(own - m)
         log_s = tl.log(s)
         tl.store(LOSS + row, tl.where(valid, (m - own) + log_s, float("nan")))
-        tl.store(LSE + row, m + log_s)
+        tl.store(LSE + 2 * row, m)
+        tl.store(LSE + 2 * row + 1, log_s)
         tl.store(FACTOR + row, tl.where(valid, scale / s, float("nan")))
         tl.store(LABEL + row, -rest / s * cap_scale_grad(label, scale, cap, CAP))
 
@@ -112,12 +114,12 @@ def exp_rows_(
     z_RV: torch.Tensor,
     labels_R: torch.Tensor,
     loss_R: torch.Tensor,
-    lse_R: torch.Tensor,
+    lse_R2: torch.Tensor,
     factor_R: torch.Tensor,
     label_R: torch.Tensor,
     settings: CrossEntropySettings,
 ) -> None:
-    """Turn logits into exponentials in place; fill loss and lse, and factor and label for `finish_rows`.
+    """Turn logits into exponentials in place; fill loss, the two parts of lse, and factor and label for `finish_rows`.
 
     z_RV: rows aligned to 16 bytes, last stride 1; the rest contiguous and float32, labels apart.
     """
@@ -127,7 +129,7 @@ def exp_rows_(
     # sums of products of up to e^60 stay far below the largest float32, and e^8 below the largest float16
     limit = 8.0 if z_RV.dtype == torch.float16 else 60.0
     launch(
-        linear_cross_entropy_exp_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R, factor_R, label_R, z_RV.stride(0),
+        linear_cross_entropy_exp_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R2, factor_R, label_R, z_RV.stride(0),
         V, settings.ignore_index, settings.scale, settings.softcap,
         LIMIT=limit, CAP=bool(settings.softcap), W=W, B=T * W, num_warps=T // 32,
     )  # fmt: skip

@@ -70,7 +70,8 @@ def _one_read(head: Head) -> Gradients:
     """A frozen head: the softmax is normalised after the second product (exp_rows.py)."""
     x, w, labels = head.x, head.weight, head.labels
     R, H = x.shape
-    loss, lse, factor, label = torch.empty(4, R, dtype=torch.float32, device=x.device).unbind()
+    loss, factor, label = torch.empty(3, R, dtype=torch.float32, device=x.device).unbind()
+    lse = loss.new_empty(R, 2)
     dx = torch.empty(R, H, dtype=x.dtype, device=x.device)
     product = _sums(chunk_tokens(R, w.shape[0], x.element_size()), H, x)
     for rows, z in _chunks(head):
@@ -85,7 +86,7 @@ def _two_reads(head: Head, need: Need) -> Gradients:
     x, w = head.x, head.weight
     (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
     loss = torch.empty(R, dtype=wide, device=x.device)
-    lse = torch.empty_like(loss) if head.lse is None else head.lse
+    lse = loss.new_empty(R, 2) if head.lse is None else head.lse
     dx = torch.empty(R, H, dtype=x.dtype, device=x.device) if need.hidden else None
     product = None if dx is None or wide == x.dtype else _sums(chunk_tokens(R, V, x.element_size()), H, x)
     # the first chunk writes it

@@ -36,23 +36,25 @@ def run(
 ) -> Gradients:
     """Losses, lse and the gradients that `need` names, in the shapes of the arguments.
 
-    hidden (*groups, ..., H), labels, lse and scale (*groups, ...), weight (*groups or ones, V, H), bias alike. The
-    gradients of weight and bias have all groups full: of one group in fp32, of more in the dtype of the weight.
+    hidden (*groups, ..., H), labels and scale (*groups, ...), lse (*groups, ..., 2), weight (*groups or ones, V, H),
+    bias alike. The gradients of weight and bias have all groups full: of one group in fp32, of more in the dtype of the
+    weight.
     """
     G, lead = fold_groups(hidden, groups), hidden.shape[:groups]
     x = fold_rows(hidden, groups)
-    rows = [None if t is None else t.reshape(x.shape[:2]).contiguous() for t in (labels, lse, scale)]
+    sizes = (x.shape[:2], (*x.shape[:2], 2), x.shape[:2])
+    rows = [None if t is None else t.reshape(s).contiguous() for t, s in zip((labels, lse, scale), sizes, strict=True)]
     w, b = _folded(weight, groups, hidden), None if bias is None else _folded(bias, groups, hidden)
     shared = len(w) == 1 and (b is None or len(b) == 1)
     summed = need.weight or need.bias
     if G == 1 or (shared and not summed):
-        flat = [None if t is None else t.flatten() for t in rows]
+        flat = [None if t is None else t.flatten(0, 1) for t in rows]
         found = _pass(x.flatten(0, 1), w[0], None if b is None else b[0], flat, plan, need)
     else:
         found = _in_turn(x, w, b, rows, plan, need)
     return Gradients(
         found.loss.reshape(labels.shape),
-        found.lse.reshape(labels.shape),
+        found.lse.reshape(*labels.shape, 2),
         None if found.hidden is None else found.hidden.reshape(hidden.shape),
         None if found.weight is None else found.weight.reshape(*lead, *weight.shape[groups:]),
         None if found.bias is None else found.bias.reshape(*lead, weight.shape[-2]),
@@ -74,7 +76,7 @@ def _pass(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, rows: list, 
 def _in_turn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, rows: list, plan: Plan, need: Need) -> Gradients:
     (G, R, H), V = x.shape, w.shape[1]
     wide = accumulator_dtype(x.dtype)
-    loss, lse = x.new_zeros(G, R, dtype=wide), x.new_zeros(G, R, dtype=wide)
+    loss, lse = x.new_zeros(G, R, dtype=wide), x.new_zeros(G, R, 2, dtype=wide)
     sizes = ((G, R, H), (G, V, H), (G, V))
     gradients = [x.new_empty(size) if wanted else None for size, wanted in zip(sizes, need, strict=True)]
     for g in range(G):

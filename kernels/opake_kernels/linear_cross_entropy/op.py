@@ -121,7 +121,7 @@ def _outline_eager(hidden: Any, weight: Any, bias: Any, labels: Any, _anchor: An
 def _outline_lazy(hidden: Any, weight: Any, bias: Any, labels: Any, groups: int, plan: Plan) -> Any:
     frozen = Plan(plan.loss, plan.width, Need(plan.eager.hidden))
     loss, factor, dx, *_ = _outline_eager(hidden, weight, bias, labels, None, groups, frozen)
-    return [loss, factor, dx, (labels.shape, loss[1])]
+    return [loss, factor, dx, ((*labels.shape, 2), loss[1])]
 
 
 _ROLES = (ROWS, SHARED, SHARED, ROWS)

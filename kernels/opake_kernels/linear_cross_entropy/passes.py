@@ -36,9 +36,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The arguments of a pass: x (R, H), weight (V, H), bias (V), and labels, lse and scale (R).
+    """The arguments of a pass: x (R, H), weight (V, H), bias (V), labels and scale (R), lse (R, 2).
 
-    `lse` is the result of an earlier pass over the same tokens, where there was one.
+    `lse` is the result of an earlier pass over the same tokens, where there was one: the largest logit, and the log of
+    the sum of exponentials against it. In one number the two would lose digits to a common offset of the logits.
     """
 
     x: torch.Tensor
@@ -51,7 +52,7 @@ class Head:
 
 
 class Gradients(NamedTuple):
-    """Results of a pass: loss and lse (R), hidden (R, H) in the dtype of x, weight (V, H) and bias (V) in fp32.
+    """Results of a pass: loss (R), lse (R, 2), hidden (R, H) in the dtype of x, weight (V, H) and bias (V) in fp32.
 
     float64 arguments give float64 throughout.
     """

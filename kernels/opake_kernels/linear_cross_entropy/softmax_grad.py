@@ -9,7 +9,7 @@ import torch
 
 from opake_kernels.cross_entropy import CrossEntropySettings
 from opake_kernels.launch import jit, launch, next_power_of_2, tl
-from opake_kernels.row_softmax import cap_scale, row_log_softmax_parts, softmax_grad
+from opake_kernels.row_softmax import cap_scale, finite_or_zero, row_log_softmax_parts, softmax_grad
 
 __all__ = ["softmax_grad_"]
 
@@ -29,7 +29,8 @@ def linear_cross_entropy_kernel(
     whole = V // (T * W) * (T * W)
     if y == ignore:
         tl.store(LOSS + row, 0.0)
-        tl.store(LSE + row, 0.0)
+        tl.store(LSE + 2 * row, 0.0)
+        tl.store(LSE + 2 * row + 1, 0.0)
         if GRAD:
             for at in range(0, V, T * W):
                 tl.store(base + at + lane, tl.zeros((T * W,), tl.float32), mask=at + lane < V)
@@ -37,14 +38,19 @@ def linear_cross_entropy_kernel(
         valid = (y >= 0) & (y < V)
         z = cap_scale(tl.load(Z + start + tl.where(valid, y, 0)), scale, cap, CAP)
         if KNOWN:
-            lse = tl.load(LSE + row)
+            top = tl.load(LSE + 2 * row)
+            log_sum = tl.load(LSE + 2 * row + 1)
         else:
-            top, log_sum, total = row_log_softmax_parts(Z, start, V, scale, cap, CAP, SMOOTH, T, W)  # pyright: ignore
+            origin = finite_or_zero(z)  # pyright: ignore
+            top, log_sum, total = row_log_softmax_parts(  # pyright: ignore
+                Z, start, V, scale, cap, CAP, SMOOTH, T, W, origin
+            )
+            loss = top - z
             if SMOOTH:
-                z = (1.0 - smoothing) * z + smoothing * (total / V)
-            tl.store(LOSS + row, tl.where(valid, (top - z) + log_sum, float("nan")))
-            lse = top + log_sum
-            tl.store(LSE + row, lse)
+                loss -= smoothing * (total / V)
+            tl.store(LOSS + row, tl.where(valid, loss + log_sum, float("nan")))
+            tl.store(LSE + 2 * row, top)
+            tl.store(LSE + 2 * row + 1, log_sum)
         if GRAD:
             g = 1.0
             if SCALED:
@@ -52,11 +58,11 @@ def linear_cross_entropy_kernel(
             g = tl.where(valid, g, float("nan"))
             for at in range(0, whole, T * W):
                 x = tl.load(base + at + lane)
-                d = softmax_grad(x, lse, g, lane == y - at, scale, cap, smoothing, V, CAP, SMOOTH)
+                d = softmax_grad(x, top, g, lane == y - at, scale, cap, smoothing, V, CAP, SMOOTH, log_sum)
                 tl.store(base + at + lane, d)
             if whole < V:
                 x = tl.load(base + whole + lane, mask=whole + lane < V, other=0.0)
-                d = softmax_grad(x, lse, g, lane == y - whole, scale, cap, smoothing, V, CAP, SMOOTH)
+                d = softmax_grad(x, top, g, lane == y - whole, scale, cap, smoothing, V, CAP, SMOOTH, log_sum)
                 tl.store(base + whole + lane, d, mask=whole + lane < V)
 
 
@@ -64,22 +70,22 @@ def softmax_grad_(
     z_RV: torch.Tensor,
     labels_R: torch.Tensor,
     loss_R: torch.Tensor,
-    lse_R: torch.Tensor,
+    lse_R2: torch.Tensor,
     settings: CrossEntropySettings,
     *,
     gradient: bool,
     known: bool = False,
     scale_R: torch.Tensor | None = None,
 ) -> None:
-    """Fill loss_R and lse_R (lse_R is read instead with `known`), and turn z_RV into its gradient if asked.
+    """Fill loss_R and lse_R2 (which is read instead with `known`), and turn z_RV into its gradient if asked.
 
-    z_RV: rows aligned to 16 bytes, last stride 1; labels_R, loss_R, lse_R, scale_R contiguous.
+    z_RV: rows aligned to 16 bytes, last stride 1; labels_R, loss_R, lse_R2, scale_R contiguous.
     """
     R, V = z_RV.shape
     W = 16 // z_RV.element_size()
     T = min(1024, max(32, next_power_of_2(V // W)))
     launch(
-        linear_cross_entropy_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R, lse_R if scale_R is None else scale_R,
+        linear_cross_entropy_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R2, lse_R2 if scale_R is None else scale_R,
         z_RV.stride(0), V, settings.ignore_index, settings.scale, settings.softcap, settings.smoothing,
         CAP=bool(settings.softcap), SMOOTH=bool(settings.smoothing), GRAD=gradient, KNOWN=known,
         SCALED=scale_R is not None, T=T, W=W, num_warps=max(T // 64, 1),

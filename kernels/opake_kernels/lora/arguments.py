@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from opake_kernels.checks import ExampleAxisError, autocast_to_compute_dtype, check_float
+from opake_kernels.launch import autocasting
 
 __all__ = ["Projection", "check_precision", "check_projections", "leading_axis", "takes_twin", "with_axis"]
 
@@ -25,7 +26,7 @@ def check_projections(op: str, X: torch.Tensor, projections: Sequence[Projection
     A W named `d` is that of a down projection, whose rows are as wide as the output of the first one.
     """
     check_float(op, X=X)
-    autocast = torch.is_autocast_enabled(X.device.type)
+    autocast = autocasting(X)
     for suffix, W, A, B, bias in projections:
         width = projections[0][1].shape[0] if suffix == "d" else X.shape[-1] if X.dim() else None
         if W.dim() != 2 or W.shape[1] != width:
