@@ -216,6 +216,15 @@ def is_checkpointing_layer(module: nn.Module) -> bool:
     return isinstance(module, GradientCheckpointingLayer)
 
 
+def records_outputs(hook: object) -> bool:
+    """Whether this is the hook by which Transformers hands out hidden states and attention weights.
+
+    It is placed by the first call that asks for them and stays, idle until the next such call.
+    """
+    module, name = getattr(hook, "__module__", None), getattr(hook, "__name__", None)
+    return name == "output_capturing_hook" and str(module).startswith("transformers.")
+
+
 def compresses_ahead(module: nn.Module) -> bool:
     """Whether this attention lets early tokens see windows of later ones that were compressed into one.
 

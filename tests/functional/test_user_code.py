@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
@@ -240,3 +244,57 @@ def test_targets_and_rows_that_cannot_be_meant() -> None:
         clipped_grad(model, clip_norm=1.0)(params, input_ids=IDS, labels=IDS, row_weight=torch.tensor([0.5, 1.0, 0.0]))
     with pytest.raises(OptionTypeError, match="strict='yes'"):
         apply_model_patches(model, strict="yes")
+
+
+def test_hooks_by_which_transformers_records_outputs_cost_no_engine() -> None:
+    model = llama()
+    expected = loop(model)
+    apply_model_patches(model)
+    params = trainable(model)
+    states = per_example_grads(model, has_aux=True)(
+        params, input_ids=IDS, labels=IDS, output_hidden_states=True, output_attentions=True
+    )[1]["hidden_states"]
+    assert [s.shape for s in states] == [(3, 6, 32)] * 3
+    assert any(module._forward_hooks for module in model.modules()), "they stay"
+    assert_equal(per_example_grads(model, engine="batched")(params, input_ids=IDS, labels=IDS), expected)
+
+
+@pytest.mark.parametrize("engine", ["vmap", "batched"])
+def test_threads_take_turns_at_one_model(engine: str) -> None:
+    model = llama()
+    expected = {name: g.sum(0) for name, g in loop(model).items()}
+    apply_model_patches(model)
+    own, params, running = dict(model.named_parameters()), trainable(model), threading.Lock()
+
+    def overlap() -> None:
+        assert running.acquire(blocking=False), "two steps at a time"
+        time.sleep(0.02)
+        running.release()
+
+    # a hook would cost the batched engine
+    norm = type(model.base_model.model.model.norm)
+    stock = norm.forward
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        overlap()
+        return stock(self, x)
+
+    step = clipped_grad(model, clip_norm=1e9, engine=engine)
+    norm.forward = forward
+    try:
+        # the PEFT model and the one inside are one model
+        inner = model.base_model.model
+        prefix = "base_model.model."
+        other = clipped_grad(inner, clip_norm=1e9, engine=engine)
+        bare = {name.removeprefix(prefix): p for name, p in params.items()}
+        with ThreadPoolExecutor(4) as pool:
+            jobs = [pool.submit(step, params, input_ids=IDS, labels=IDS) for _ in range(4)]
+            more = [pool.submit(other, bare, input_ids=IDS, labels=IDS) for _ in range(2)]
+        found = [job.result().grads for job in jobs]
+        found += [{prefix + name: g for name, g in job.result().grads.items()} for job in more]
+    finally:
+        norm.forward = stock
+    for grads in found:
+        assert_equal(grads, expected)
+    now = dict(model.named_parameters())
+    assert all(now[name] is p for name, p in own.items())

@@ -76,9 +76,10 @@ def clipped_grad(
     ) -> Any:
         rows = check_call(resolved, params, args, kwargs, in_dims)
         real = _real_rows(row_weight, rows.count)
-        choice = choose(params, rows)
-        done = steps(choice, params, rows, real)
-        choice = choose.after(choice)
+        with resolved.alone:
+            choice = choose(params, rows)
+            done = steps(choice, params, rows, real)
+            choice = choose.after(choice)
         reason = f"{choice.reason}; {done.reason}"
         out = ClippedGrad(done.grads, done.norms, done.losses, done.clipped, done.nonfinite, choice.name, reason)
         return (out, done.aux) if has_aux else out

@@ -51,11 +51,12 @@ def per_example_grads(
 
     def f(params: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
         rows = check_call(resolved, params, args, kwargs, in_dims)
-        choice = choose(params, rows)
-        if rows.count == 0:
-            grads = {name: p.new_zeros((0, *p.shape)) for name, p in params.items()}
-            return (grads, None) if has_aux else grads
-        grads, aux = _collect(choice.run, params, rows, microbatch_size)
+        with resolved.alone:
+            choice = choose(params, rows)
+            if rows.count == 0:
+                grads = {name: p.new_zeros((0, *p.shape)) for name, p in params.items()}
+                return (grads, None) if has_aux else grads
+            grads, aux = _collect(choice.run, params, rows, microbatch_size)
         return (grads, aux) if has_aux else grads
 
     return _named_after(f, target)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from opake.errors import InputError, OptionTypeError, PatchError
 from opake.functional.module import in_place
 from opake.functional.nested import map_tensors, tensors_of
 from opake.functional.rows import Rows
+from opake.functional.turns import turn
 from opake.functional.watch import Watch
 
 if TYPE_CHECKING:
@@ -24,13 +26,14 @@ Params = Mapping[str, torch.Tensor]
 class Target:
     """`loss(params, args, kwargs) -> (scalar, aux)` of one row; `model` where the loss is a model's own, else None.
 
-    `watch` looks at that model.
+    `watch` looks at that model, and a step holds `alone`, because it cannot share a model with another.
     """
 
     loss: Callable[[Params, tuple, dict[str, Any]], tuple[torch.Tensor, Any]]
     model: torch.nn.Module | None
     name: str
     watch: Watch | None = None
+    alone: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)
 
 
 def resolve(target: Any, has_aux: bool) -> Target:
@@ -48,7 +51,7 @@ def resolve(target: Any, has_aux: bool) -> Target:
             )
         require_patched(target)
         watch = Watch(target)
-        return Target(_model_loss(target, watch, has_aux), target, type(target).__name__, watch)
+        return Target(_model_loss(target, watch, has_aux), target, type(target).__name__, watch, turn(target))
     if not callable(target):
         given = f"{type(target).__name__} {target!r:.60}"
         raise OptionTypeError(f"the target is a function loss(params, *row) or a patched model, got {given}")

@@ -100,13 +100,15 @@ def axis_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def _watched(module: nn.Module) -> bool:
-    """Whether hooks of others run around the module."""
+    """Whether hooks of others run around the module; those by which Transformers records outputs change nothing."""
+    from opake import hf
     from opake.checkpoint.model import GuardedHook
 
     state = vars(module)
     if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
         return True
-    return any(not isinstance(hook, GuardedHook) for hook in state["_forward_hooks"].values())
+    after = state["_forward_hooks"].values()
+    return any(not isinstance(hook, GuardedHook) and not hf.records_outputs(hook) for hook in after)
 
 
 def _foreign_forwards(model: nn.Module, state: ModelState) -> set[int]:
