@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,3 +123,33 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "llama", "--size", "hidden_size")
     assert code == 2
     assert "name=value" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--rows", "0"), "--rows"),
+        (("--tokens", "-4"), "--tokens"),
+        (("--rank", "-1"), "--rank"),
+        (("--budget", "0"), "above zero"),
+        (("--budget", "nan"), "above zero"),
+        (("--lengths", "8,x"), "'x' is none"),
+        (("--lengths", "0"), "'0' is none"),
+        (("--size", "hiden_size=4"), "'hiden_size'; the nearest is 'hidden_size'"),
+    ],
+)
+def test_values_out_of_range(given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "llama", *given)
+    assert code == 2
+    assert said in err
+
+
+def test_settings_under_other_names_are_known() -> None:
+    assert config_of("gpt2", {"hidden_size": 16, "n_head": 2}).n_embd == 16
+    assert config_of("llama", {"rope_theta": 500.0}).rope_parameters["rope_theta"] == 500.0
+
+
+def test_directories_without_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = run(capsys, str(tmp_path))
+    assert code == 2
+    assert "has no config.json" in err

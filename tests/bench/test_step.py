@@ -91,7 +91,18 @@ def test_the_command_prints_a_table_json_and_bars(quick, capsys, tmp_path: Path)
     assert [row["way"] for row in rows] == ["ours", "eager", "vmap", "remat", "ordinary"]
 
 
-@pytest.mark.parametrize("arguments", [["--vs", "no_such_rival"], ["--size", "hidden_size"], ["no_such_model"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--vs", "no_such_rival"],
+        ["--size", "hidden_size"],
+        ["--size", "hiden_size=64"],
+        ["smollm2-135m", "--size", "hiden_size=64"],
+        ["no_such_model"],
+        ["t5"],
+        ["."],
+    ],
+)
 def test_unknown_names_are_an_error(arguments, capsys):
     with pytest.raises(SystemExit) as done:
         cli.main(["bench", "step", *arguments])
@@ -103,3 +114,29 @@ def test_times_and_memory_of_a_cpu(sizes):
     (row,) = bench.run(sizes, ["eager"], "cpu")
     assert 0 < row.ms < 1e4
     assert 0 < row.peak_gib < 1
+
+
+@pytest.mark.parametrize("option", ["--batch", "--seq", "--rank"])
+def test_sizes_out_of_range_are_an_error(option, capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["bench", "step", "qwen2", option, "-1" if option == "--rank" else "0"])
+    assert done.value.code == 2
+    assert option in capsys.readouterr().err
+
+
+def test_sizes_that_torch_cannot_make_are_one_line(capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["bench", "step", "qwen2", "--size", "hidden_size=-4"])
+    assert done.value.code == 1
+    err = capsys.readouterr().err
+    assert "error: qwen2 cannot be measured at these sizes: " in err
+    assert "Traceback" not in err
+
+
+def test_a_plot_needs_its_folder_before_anything_is_measured(capsys, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    for command in (["step", "qwen2"], ["memory", "qwen2", "--lengths", "8"]):
+        with pytest.raises(SystemExit) as done:
+            cli.main(["bench", *command, "--plot", str(tmp_path / "none" / "step.png")])
+        assert done.value.code == 2
+        assert "there is no folder" in capsys.readouterr().err

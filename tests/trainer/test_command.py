@@ -18,6 +18,7 @@ from opake.checking.tiny import tiny_model
 from opake.demo import curves
 from opake.errors import InputError, MissingDependency, OpakeWarning
 from opake.finetune import data, live
+from opake.plots import check_plot
 
 WORDS = ["the", "patient", "has", "a", "cold", "and", "sleeps", "well"]
 
@@ -160,6 +161,16 @@ def test_a_plot_without_matplotlib_is_refused_before_training(tmp_path, capsys, 
     code, _, err = run(capsys, *plan)
     assert code == 1
     assert "--plot needs the package matplotlib" in err
+
+
+def test_a_plot_needs_its_folder_before_training(tmp_path, capsys, folder, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    plan = ("--dataset", folder / "notes.jsonl", "--target-epsilon", 3, "--plot", tmp_path / "none" / "run.png")
+    code, _, err = run(capsys, *plan)
+    assert code == 2
+    assert "there is no folder" in err
+    # the folder of the adapter is made by the training
+    check_plot(tmp_path / "adapter" / "run.png", made=tmp_path / "adapter")
 
 
 def test_the_demo_tells_epsilon(folder, capsys) -> None:

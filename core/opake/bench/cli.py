@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from opake.cli.output import examples, fail, group, table
+from opake.plots import check_plot
 
 from .memory_cli import EPILOG as MEMORY
 from .memory_cli import memory
@@ -40,9 +40,7 @@ def kernels(
     if not torch.cuda.is_available():
         fail("opake bench kernels needs a CUDA device; this torch sees none")
         raise typer.Exit(1)
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        fail("--plot needs the package matplotlib: pip install matplotlib")
-        raise typer.Exit(1)
+    check_plot(plot)
     from .cases import CASES
     from .kernels import PROVIDERS, machine, run
 

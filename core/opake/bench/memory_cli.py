@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from opake.cli.output import examples, fail, note, table
-from opake.errors import OpakeError
+from opake.errors import InputError, OpakeError
+from opake.plots import check_plot
 
-__all__ = ["EPILOG", "memory", "setting"]
+__all__ = ["EPILOG", "memory", "no_room", "setting"]
 
 EPILOG = examples(
     "bench memory qwen2",
@@ -24,9 +26,9 @@ GIB = 2**30
 
 def memory(
     model: Annotated[str, typer.Argument(help="A directory with a config.json, or a model type (then tiny).")],
-    rows: Annotated[int, typer.Option(help="Rows of a microbatch.")] = 4,
-    tokens: Annotated[int, typer.Option(help="Tokens of a row.")] = 64,
-    rank: Annotated[int, typer.Option(help="Rank of the adapters; 0 trains every parameter.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a microbatch.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 64,
+    rank: Annotated[int, typer.Option(min=0, help="Rank of the adapters; 0 trains every parameter.")] = 8,
     size: Annotated[list[str] | None, typer.Option(help="A setting of the config, name=value; repeatable.")] = None,
     budget: Annotated[float | None, typer.Option(help="Give the largest microbatch for so many GiB.")] = None,
     lengths: Annotated[str, typer.Option(help="Also measure peaks at these lengths, comma separated.")] = "",
@@ -43,9 +45,13 @@ def memory(
     from .memory_model import WAYS, Sizes, config_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_plot(plot)
+    at = _lengths(lengths)
+    _check(budget, plot, at)
     try:
         sizes = Sizes(config_of(model, dict(map(setting, size or ()))), rows, tokens, rank)
-        found = _measured(sizes, device, engine, budget, [int(each) for each in lengths.split(",") if each], WAYS)
+        with no_room(model):
+            found = _measured(sizes, device, engine, budget, at, WAYS)
     except (OpakeError, ValueError) as error:
         fail(str(error))
         raise typer.Exit(2) from error
@@ -58,6 +64,20 @@ def memory(
         from .memory_plot import draw
 
         draw(found["curve"], f"{model}, {rows} rows, {device}", plot)
+
+
+def _lengths(text: str) -> list[int]:
+    named = [each.strip() for each in text.split(",") if each]
+    if wrong := [each for each in named if not each.isdecimal() or int(each) < 1]:
+        raise InputError(f"--lengths {text!r}: numbers of tokens, separated by commas; {wrong[0]!r} is none")
+    return [int(each) for each in named]
+
+
+def _check(budget: float | None, plot: Path | None, lengths: Sequence[int]) -> None:
+    if budget is not None and not budget > 0:
+        raise InputError(f"--budget {budget}: a number of GiB above zero")
+    if plot is not None and not lengths:
+        raise InputError("--plot draws the peaks of --lengths; give some, such as --lengths 64,128")
 
 
 def _measured(
@@ -109,6 +129,18 @@ def _print_peaks(peaks: Sequence[Any]) -> None:
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f}"
+
+
+@contextlib.contextmanager
+def no_room(model: str) -> Iterator[None]:
+    """Sizes that torch cannot make, or that do not fit, are one line and exit code 1."""
+    try:
+        yield
+    except OpakeError:
+        raise
+    except RuntimeError as error:
+        fail(f"{model} cannot be measured at these sizes: {str(error).strip()}")
+        raise typer.Exit(1) from error
 
 
 def setting(text: str) -> tuple[str, Any]:

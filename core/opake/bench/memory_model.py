@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from opake.checking.tiny import tiny_config
+from opake.errors import InputError
 
 WAYS = ("eager", "sdpa", "folded", "remat")
 
@@ -28,15 +30,40 @@ class Sizes:
 
 
 def config_of(model: str, overrides: Mapping[str, Any]) -> Any:
-    """The config in a directory, with `overrides`; or that of a model type, small wherever `overrides` say nothing."""
-    if (Path(model) / "config.json").is_file():
-        from transformers import AutoConfig
+    """The config in a directory, with `overrides`; or that of a model type, small wherever `overrides` say nothing.
 
+    Raises InputError for a directory without a config, a model that is no causal language model, and a setting that
+    its config does not have.
+    """
+    from transformers import AutoConfig
+
+    if (Path(model) / "config.json").is_file():
         config = AutoConfig.from_pretrained(model, local_files_only=True)
+        check_settings(config, overrides)
         for name, value in overrides.items():
             setattr(config, name, value)
-        return config
-    return tiny_config(model, **overrides)
+    elif Path(model).is_dir():
+        raise InputError(f"the directory {model} has no config.json; save a model or its config there")
+    else:
+        config = tiny_config(model, **overrides)
+        check_settings(type(config)(), {name: value for name, value in overrides.items() if name in vars(config)})
+    _check_causal(config)
+    return config
+
+
+def check_settings(config: Any, overrides: Mapping[str, Any]) -> None:
+    """Refuse a setting that `config` does not have: Transformers would keep it, and nothing would read it."""
+    for name in overrides:
+        if not hasattr(config, name):
+            near = difflib.get_close_matches(name, vars(config), n=1, cutoff=0)
+            raise InputError(f"{type(config).__name__} has no setting {name!r}; the nearest is {near[0]!r}")
+
+
+def _check_causal(config: Any) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"Transformers has no causal language model for {config.model_type!r}")
 
 
 def unpatched(sizes: Sizes, device: str, **attention: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +10,9 @@ import typer
 
 from opake.cli.output import examples, fail, note, progress, table
 from opake.errors import OpakeError
+from opake.plots import check_plot
 
-from .memory_cli import setting
+from .memory_cli import no_room, setting
 
 __all__ = ["EPILOG", "step"]
 
@@ -28,9 +28,11 @@ def step(
         str | None,
         typer.Argument(help="A directory with a config.json, a model type (then tiny), or public shapes by name."),
     ] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows of a step.")] = None,
-    rank: Annotated[int, typer.Option(help="Rank of the LoRA adapters, on every linear layer.")] = 16,
+    seq: Annotated[int | None, typer.Option(min=2, help="Tokens of a row.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows of a step.")] = None,
+    rank: Annotated[
+        int, typer.Option(min=0, help="Rank of the LoRA adapters, on every linear layer; 0 trains all.")
+    ] = 16,
     vs: Annotated[str, typer.Option(help="Rivals, comma separated: hf, liger, opacus, loop.")] = "hf",
     size: Annotated[list[str] | None, typer.Option(help="A setting of the config, name=value; repeatable.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw bars into this file (needs matplotlib).")] = None,
@@ -51,9 +53,7 @@ def step(
     if unknown := [name for name in rivals if name not in WAYS]:
         fail(f"unknown rival {', '.join(unknown)}; known: {', '.join(WAYS)}")
         raise typer.Exit(2)
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        fail("--plot needs the package matplotlib: pip install matplotlib")
-        raise typer.Exit(1)
+    check_plot(plot)
     large = device == "cuda"
     try:
         settings = dict(map(setting, size or ()))
@@ -63,7 +63,7 @@ def step(
         fail(str(error))
         raise typer.Exit(2) from error
     ways, rows = list(dict.fromkeys([*OURS, *rivals])), []
-    with progress(named, len(ways)) as before:
+    with progress(named, len(ways)) as before, no_room(named):
         for row in bench.run(sizes, ways, device, before):
             rows.append(row)
             if as_json:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .memory_model import Sizes, config_of, unpatched
+from .memory_model import Sizes, check_settings, config_of, unpatched
 
 __all__ = ["SHAPES", "build", "config", "sizes_of"]
 
@@ -88,6 +88,7 @@ def config(model: str, settings: Settings, tokens: int) -> Any:
         from transformers import AutoConfig
 
         kind, shapes = SHAPES[model]
+        check_settings(AutoConfig.for_model(kind), settings)
         made: Any = AutoConfig.for_model(kind, **{**shapes, **settings})
     else:
         made = config_of(model, settings)

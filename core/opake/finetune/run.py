@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from transformers.trainer_callback import PrinterCallback
 from opake.collate import RightPaddingCollator
 from opake.demo.curves import sketch
 from opake.demo.model import load, with_adapters
-from opake.errors import InputError, MissingDependency
+from opake.errors import InputError
 from opake.patches import restore_runtime
+from opake.plots import check_plot
 from opake.trainer import DPTrainer, TrainingArguments
 
 from . import data
@@ -46,8 +46,7 @@ class Plan:
 
 def run(plan: Plan) -> None:
     """Carry out a plan; what it prints is plain text."""
-    if plan.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependency("--plot needs the package matplotlib: pip install matplotlib")
+    check_plot(plan.plot, made=plan.output)
     if plan.output.exists() and not plan.output.is_dir():
         raise InputError(f"--output {plan.output} is a file; name a folder")
     if plan.resume and not list(plan.output.glob("checkpoint-*")):
