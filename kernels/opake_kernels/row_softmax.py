@@ -120,8 +120,9 @@ def softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP: tl.constexpr, SM
 
     The logsumexp is lse + log_sum: apart, as row_log_softmax_parts gives them, nothing is lost to a common offset.
     """
-    z = cap_scale(x, scale, cap, CAP)
-    d = tl.exp((z - lse) - log_sum)
+    y = (cap_scale(x, scale, cap, CAP) - lse) - log_sum
+    # the fast exp loses as many units in the last place as y has binary digits before the point
+    d = precise_exp(y) if x.dtype == tl.float32 else tl.exp(y)
     if SMOOTH:
         d = d - smoothing / V
         d = tl.where(hit, d - (1.0 - smoothing), d)
