@@ -340,7 +340,7 @@ def test_only_modules_are_taken() -> None:
 
 
 # torch's own remark on what its hessian uses
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 @pytest.mark.parametrize("kind", [LoRALinear, FusedLoRALinear])
 def test_unfused_it_has_derivatives_of_any_order(kind: Any) -> None:
     base = nn.Linear(4, 3).double().requires_grad_(False)
@@ -378,6 +378,8 @@ def test_the_effective_weight_is_compiled(x: torch.Tensor) -> None:
 def test_traced() -> None:
     wrapped, x = layer(), torch.randn(3, 6, dtype=torch.float64)
     with warnings.catch_warnings():
+        # a FutureWarning from torch 2.15
+        warnings.filterwarnings("ignore", "`torch.jit.trace", Warning)
         warnings.simplefilter("ignore", DeprecationWarning)
         traced = torch.jit.trace(wrapped, (x,))
     torch.testing.assert_close(traced(2 * x), wrapped(2 * x))
