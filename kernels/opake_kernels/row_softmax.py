@@ -115,14 +115,18 @@ def row_log_softmax_parts(
 
 
 @jit
-def softmax_grad(x, lse, g, hit, scale, cap, smoothing, V, CAP: tl.constexpr, SMOOTH: tl.constexpr, log_sum=0.0):
+def softmax_grad(
+    x, lse, g, hit, scale, cap, smoothing, V, CAP: tl.constexpr, SMOOTH: tl.constexpr, log_sum=0.0,
+    PRECISE: tl.constexpr = False,
+):  # fmt: skip
     """g times the derivative of the cross-entropy of a row by its logits x; `hit` marks the label's column.
 
     The logsumexp is lse + log_sum: apart, as row_log_softmax_parts gives them, nothing is lost to a common offset.
+    PRECISE: the exponential of fp32 logits to a unit in the last place, for a gradient that is summed over tokens.
     """
     y = (cap_scale(x, scale, cap, CAP) - lse) - log_sum
     # the fast exp loses as many units in the last place as y has binary digits before the point
-    d = precise_exp(y) if x.dtype == tl.float32 else tl.exp(y)
+    d = precise_exp(y) if PRECISE and x.dtype == tl.float32 else tl.exp(y)
     if SMOOTH:
         d = d - smoothing / V
         d = tl.where(hit, d - (1.0 - smoothing), d)

@@ -14,7 +14,6 @@ from .checks import check_float, check_index, check_same_device, check_shape
 from .fold import ROWS, function_pair
 from .labels import look_at_labels
 from .launch import cdiv, jit, launch, next_power_of_2, tl, uses_triton
-from .precise import precise_exp
 from .row_softmax import aligned_start, grad_tile, row_log_softmax_parts, row_tile
 from .strided_rows import dense_like, row_strides
 
@@ -50,8 +49,7 @@ def selective_log_softmax_fwd_kernel(
 @jit
 def _chosen_grad(x, top, log_sum, total, I, G, K, shift, at, lane):
     """sum_k g_k (onehot_k - softmax) on one tile; `total` is the sum of g_k, NaN with an index out of range."""
-    y = (x.to(tl.float32) - top) - log_sum
-    d = -total * (precise_exp(y) if x.dtype == tl.float32 else tl.exp(y))
+    d = -total * tl.exp((x.to(tl.float32) - top) - log_sum)
     for k in range(K):
         index = tl.load(I + k)
         d += tl.where(lane == (index + shift - at).to(tl.int32), tl.load(G + k).to(tl.float32), 0.0)
