@@ -82,8 +82,9 @@ def _add_kernel(
         inside = at < size
         total = tl.load(out + at, mask=inside, other=0.0)
         for row in range(rows):
-            gone = tl.load(DROPPED + row)
-            x = tl.load(base + row * size + at, mask=inside & (gone == 0), other=0.0).to(tl.float32)
+            # nothing of a dropped row is read, whatever is in it
+            end = tl.where(tl.load(DROPPED + row) == 0, size, 0)
+            x = tl.load(base + row * size + at, mask=at < end, other=0.0).to(tl.float32)
             total += x * tl.load(SCALE + row)
         tl.store(out + at, total, mask=inside)
 
