@@ -96,8 +96,12 @@ def cross_entropy_bwd_kernel(
             hit = lane == (label - at).to(tl.int32)
             if (at >= shift) & (at + BLOCK <= end):
                 x = tl.load(source + at + lane)
-                tl.store(out, softmax_grad(x, top, g, hit, scale, cap, smoothing, V, CAP, SMOOTH, log_sum))
+                tl.store(out, softmax_grad(x, top, g, hit, scale, cap, smoothing, V, CAP, SMOOTH, False, log_sum))
             else:
                 inside = (lane >= shift - at) & (lane < end - at)
                 x = tl.load(source + at + lane, mask=inside, other=0.0)
-                tl.store(out, softmax_grad(x, top, g, hit, scale, cap, smoothing, V, CAP, SMOOTH, log_sum), mask=inside)
+                tl.store(
+                    out,
+                    softmax_grad(x, top, g, hit, scale, cap, smoothing, V, CAP, SMOOTH, False, log_sum),
+                    mask=inside,
+                )

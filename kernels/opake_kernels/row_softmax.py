@@ -116,8 +116,8 @@ def row_log_softmax_parts(
 
 @jit
 def softmax_grad(
-    x, lse, g, hit, scale, cap, smoothing, V, CAP: tl.constexpr, SMOOTH: tl.constexpr, log_sum=0.0,
-    PRECISE: tl.constexpr = False,
+    x, lse, g, hit, scale, cap, smoothing, V,
+    CAP: tl.constexpr, SMOOTH: tl.constexpr, PRECISE: tl.constexpr, log_sum=0.0,
 ):  # fmt: skip
     """g times the derivative of the cross-entropy of a row by its logits x; `hit` marks the label's column.
 

@@ -58,11 +58,11 @@ def linear_cross_entropy_kernel(
             g = tl.where(valid, g, float("nan"))
             for at in range(0, whole, T * W):
                 x = tl.load(base + at + lane)
-                d = softmax_grad(x, top, g, lane == y - at, scale, cap, smoothing, V, CAP, SMOOTH, log_sum, True)
+                d = softmax_grad(x, top, g, lane == y - at, scale, cap, smoothing, V, CAP, SMOOTH, True, log_sum)
                 tl.store(base + at + lane, d)
             if whole < V:
                 x = tl.load(base + whole + lane, mask=whole + lane < V, other=0.0)
-                d = softmax_grad(x, top, g, lane == y - whole, scale, cap, smoothing, V, CAP, SMOOTH, log_sum, True)
+                d = softmax_grad(x, top, g, lane == y - whole, scale, cap, smoothing, V, CAP, SMOOTH, True, log_sum)
                 tl.store(base + whole + lane, d, mask=whole + lane < V)
 
 
