@@ -82,9 +82,9 @@ def _add_kernel(
         inside = at < size
         total = tl.load(out + at, mask=inside, other=0.0)
         for row in range(rows):
-            # nothing of a dropped row is read, whatever is in it
-            end = tl.where(tl.load(DROPPED + row) == 0, size, 0)
-            x = tl.load(base + row * size + at, mask=at < end, other=0.0).to(tl.float32)
+            gone = tl.load(DROPPED + row)
+            # where, not &: the interpreter of Triton 3.9 takes no other mask
+            x = tl.load(base + row * size + at, mask=tl.where(gone == 0, inside, False), other=0.0).to(tl.float32)
             total += x * tl.load(SCALE + row)
         tl.store(out + at, total, mask=inside)
 
