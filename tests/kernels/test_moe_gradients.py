@@ -60,7 +60,7 @@ class Peak(TorchDispatchMode):
 def test_gradients_of_stacks_are_made_in_place(path, device):
     """Those of each example need their own memory, and of anything else no more than a part of it."""
     B = 12
-    x, gate_up, down, index, weights = _args(device, B, 2)
+    x, gate_up, down, index, weights = _args(device, B, 4)
     stacks = [w.expand(B, *w.shape).requires_grad_() for w in (gate_up, down)]
     y = opake_moe(x, *stacks, index, weights)
     with Peak() as peak:
