@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from opake import planning, registry
+from opake.checking import answers
 from opake.cli import main
 from opake.errors import InputError
 from opake.scaffold import new_family, render, survey
@@ -87,6 +89,9 @@ def test_an_odd_model_gets_what_can_be_proven(model_type: str, tmp_path: Path) -
 def test_a_model_that_no_transform_can_run_is_written_and_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    reason = answers.for_version(transformers.__version__).types["dbrx"].reason
+    if "unpatched" in reason:
+        pytest.skip(f"the tiny model of stock DBRX does not run on Transformers {transformers.__version__}: {reason}")
     with pytest.raises(SystemExit) as done:
         main(["families", "new", "dbrx", str(tmp_path / "dbrx")])
     assert done.value.code == 1
@@ -149,7 +154,7 @@ def test_its_files_are_formatted(tmp_path: Path) -> None:
         (("arcee", "new", "Opake"), "a distribution named 'Opake' would take the place of opake itself"),
         (("gpt-sw3", "new"), "a config of 'gpt-sw3' says model_type 'gpt2', .* opake families new gpt2 DIRECTORY"),
         (("git", "new"), "a tiny model of 'git' does not run by itself, so nothing can be compared: ValueError"),
-        (("gemma4_assistant", "new"), "Gemma4AssistantConfig refuses the tiny sizes"),
+        (("gemma4_assistant", "new"), "Gemma4AssistantConfig.* (refuses the tiny sizes|has no attribute 'vocab_size')"),
     ],
 )
 def test_refusals_write_nothing(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:

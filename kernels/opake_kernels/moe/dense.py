@@ -53,14 +53,19 @@ def backward(
     dw = torch.zeros(weight.shape, dtype=wide, device=x.device)
     kinds = {name: dtype for name, dtype, wanted in zip(NAMES, dtypes, need[2:], strict=True) if wanted}
     found = {name: _room(name, w, x, dtype) for name, dtype in kinds.items()}
-    for e in range(_count(w, x)):
+
+    # a function, so that nothing of one expert is held while the next is computed
+    def add(e: int) -> None:
         share = _share(index, weight, e, wide)
         mine = _own(d, index, e), _own(x, index, e)
         part, inner, products = _expert_backward(_expert(w, e, x), *mine, share, act, paired)
-        dx += part
-        dw += inner[..., None] * (index == e)
+        dx.add_(part)
+        dw.add_(inner[..., None] * (index == e))
         for name, place in found.items():
             place[:, e] = products[name]()
+
+    for e in range(_count(w, x)):
+        add(e)
     grads = [found.get(name) for name in NAMES]
     return [dx.to(x.dtype) if need[0] else None, dw.to(weight.dtype) if need[1] else None, *grads]
 
