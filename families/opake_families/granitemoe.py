@@ -1,15 +1,16 @@
-"""Granite MoE: scaled residuals, embeddings and logits; the router weighs the chosen experts alone.
+"""Granite MoE: scaled residuals, embeddings and logits; the router weighs the chosen experts alone. Nothing is left out.
 
-Left out: the fused addition and norm, because the residual branch is scaled before it is added.
+The code that multiplies stays in place; the fused addition takes a branch after its multiplier.
 """
 
-from opake.records import CrossEntropy, Experts, FuseQKV, LinearCrossEntropy, RMSNorm, Rotary, hookimpl
+from opake.records import AddRMSNorm, CrossEntropy, Experts, FuseQKV, LinearCrossEntropy, RMSNorm, Rotary, hookimpl
 
 
 @hookimpl
 def opake_kernel_patches(hf):
     yield Rotary(hf)
     yield RMSNorm(hf.GraniteMoeRMSNorm)
+    yield AddRMSNorm(hf.GraniteMoeDecoderLayer)
     yield CrossEntropy(hf.GraniteMoeForCausalLM)
     yield LinearCrossEntropy(hf.GraniteMoeForCausalLM)
 
