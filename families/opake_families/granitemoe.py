@@ -1,6 +1,6 @@
-"""Granite MoE: scaled residuals, embeddings and logits; the router weighs the chosen experts alone. Nothing is left out.
+"""Granite MoE: scaled residuals, embeddings and logits; the router weighs the chosen experts alone.
 
-The code that multiplies stays in place; the fused addition takes a branch after its multiplier.
+Nothing is left out. The code that multiplies stays in place; the fused addition takes a branch after its multiplier.
 """
 
 from opake.records import AddRMSNorm, CrossEntropy, Experts, FuseQKV, LinearCrossEntropy, RMSNorm, Rotary, hookimpl

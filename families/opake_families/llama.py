@@ -1,4 +1,7 @@
-"""Llama: LLaMA 2 and 3, DeepSeek-Coder, the dense Mellum; every checkpoint that says `model_type: "llama"`."""
+"""Llama: LLaMA 2 and 3, DeepSeek-Coder, the dense Mellum; every checkpoint that says `model_type: "llama"`.
+
+Nothing is left out.
+"""
 
 from opake.records import (
     AddRMSNorm,

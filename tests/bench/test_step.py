@@ -17,7 +17,7 @@ from opake.bench.step_models import SHAPES, build, config, sizes_of
 # no warning of PEFT's about a property that Transformers has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 ROWS, TOKENS = 2, 8
-OURS = ["ours", "eager", "vmap", "vmap-eager", "remat", "ordinary"]
+OURS = ["ours", "eager", "vmap", "vmap-eager", "remat-mlp", "remat", "ordinary"]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_the_command_prints_a_table_json_and_bars(quick, capsys, tmp_path: Path)
     assert (tmp_path / "step.png").stat().st_size > 1000
     cli.main(["bench", "step", "qwen2", "--batch", "2", "--seq", "8", "--vs", "", "--json"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["way"] for row in rows] == ["ours", "eager", "vmap", "remat", "ordinary"]
+    assert [row["way"] for row in rows] == ["ours", "eager", "vmap", "remat-mlp", "remat", "ordinary"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import inspect
@@ -14,8 +15,9 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
+from opake import hf
 from opake.checking.tiny import tiny_config, tiny_model
 from opake.checkpoint import rematerialise, selective_checkpointing
 from opake.checkpoint.guard import RematCheckpoint
@@ -24,6 +26,7 @@ from opake.checkpoint.step import batched_step, in_batched_step
 from opake.errors import InputError, OptionTypeError
 from opake.functional import per_example_grads
 from opake.patches import apply_model_patches, apply_runtime_patches, restore_runtime
+from opake.rows import rms_norm
 from opake.testing.live import peak_live_bytes
 from opake.testing.oracle import model_loop_gradients, relative_error
 
@@ -65,6 +68,8 @@ POLICIES = [
     {"every": LAYERS + 1},
     {"part": "attention"},
     {"part": "attention", "every": 3},
+    {"part": "mlp"},
+    {"part": "mlp", "every": 2, "save_on_cpu": True},
     {"save_on_cpu": True},
 ]
 
@@ -77,7 +82,7 @@ def test_policies_do_not_change_gradients_and_are_taken_back(policy: dict[str, A
     before = [dict(vars(m)) for m in model.modules()]
     with selective_checkpointing(model, **policy) as selected:
         expected = range(0, LAYERS, policy.get("every", 1))
-        suffix = ".self_attn" if policy.get("part") == "attention" else ""
+        suffix = {"attention": ".self_attn", "mlp": ".mlp"}.get(policy.get("part", ""), "")
         assert selected.sites == tuple(f"model.layers.{i}{suffix}" for i in expected)
         assert relative_error(gradients(model, rows), want) < 5e-6
         # ordinary training follows the policy too
@@ -91,7 +96,14 @@ def test_policies_do_not_change_gradients_and_are_taken_back(policy: dict[str, A
 def test_peaks_are_strictly_ordered(engine: str) -> None:
     rows = batch(64)
     peaks = {}
-    for name, policy in {"none": None, "attention": {"part": "attention"}, "half": {"every": 2}, "all": {}}.items():
+    policies = {
+        "none": None,
+        "attention": {"part": "attention"},
+        "mlp": {"part": "mlp"},
+        "half": {"every": 2},
+        "all": {},
+    }
+    for name, policy in policies.items():
         model = built()
         for key, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in key)
@@ -101,6 +113,94 @@ def test_peaks_are_strictly_ordered(engine: str) -> None:
         peaks[name] = peak_live_bytes(functools.partial(gradients, model, rows, engine))
     assert peaks["none"] > peaks["half"] > peaks["all"]
     assert peaks["none"] > peaks["attention"] > peaks["all"]
+    assert peaks["none"] > peaks["mlp"] > peaks["all"]
+
+
+def adapted(**options: Any) -> Any:
+    model = built()
+    config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, **options)
+    return get_peft_model(model, config).train()
+
+
+FUSED = "opake_lora_mlp_rematerialisedBackward"
+
+
+def nodes(loss: torch.Tensor) -> collections.Counter[str]:
+    """The nodes of a graph by name."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return collections.Counter(node.name() for node in seen)
+
+
+@pytest.mark.parametrize("engine", ["vmap", "batched"])
+def test_a_fused_mlp_makes_gate_and_up_again_by_itself(engine: str) -> None:
+    model, rows = adapted(), batch(64)
+    want = model_loop_gradients(model, **rows)
+    apply_model_patches(model, rms_norm=True)
+    whole = peak_live_bytes(functools.partial(gradients, model, rows, engine))
+    with selective_checkpointing(model, part="mlp"):
+        assert nodes(model(**rows).loss)[FUSED] == LAYERS
+        assert relative_error(gradients(model, rows, engine), want) < 5e-6
+        assert relative_error(model_loop_gradients(model, **rows), want) < 5e-6
+        less = peak_live_bytes(functools.partial(gradients, model, rows, engine))
+    assert not nodes(model(**rows).loss)[FUSED]
+    # gate and up of all layers but the one that is being made again
+    assert whole - less > (LAYERS - 2) * 2 * rows["input_ids"].numel() * 88 * 4
+
+
+def test_the_fused_sum_before_the_mlp_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = adapted(), []
+    real = rms_norm.opake_fused_add_rms_norm
+    monkeypatch.setattr(rms_norm, "opake_fused_add_rms_norm", lambda *a, **k: calls.append(1) or real(*a, **k))
+    apply_model_patches(model, rms_norm=True)
+    with selective_checkpointing(model, part="mlp"):
+        model(**batch())
+    assert len(calls) == LAYERS
+
+
+@pytest.mark.parametrize("state", ["dropout", "disabled", "trainable", "away"])
+def test_an_mlp_that_is_not_fused_is_rematerialised_all_the_same(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = adapted(lora_dropout=0.2 if state == "dropout" else 0.0), batch(64)
+    if state == "disabled":
+        model.base_model.disable_adapter_layers()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+    if state == "trainable":
+        for name, parameter in model.named_parameters():
+            if "down_proj.base_layer" in name:
+                parameter.requires_grad_()
+    apply_model_patches(model)
+    plain = nodes(model(**rows).loss)
+    seeds = functools.partial(torch.manual_seed, 7)
+    seeds()
+    want = model_loop_gradients(model, **rows)
+    with selective_checkpointing(model, part="mlp", save_on_cpu=state == "away"):
+        assert nodes(model(**rows).loss)[FUSED] == 0
+        seeds()
+        assert relative_error(model_loop_gradients(model, **rows), want) < 5e-6
+    assert nodes(model(**rows).loss) == plain
+
+
+def test_models_without_such_parts_are_refused() -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with pytest.raises(InputError, match="no layer of OPTForCausalLM has an MLP of its own; part='layer' takes any"):
+        selective_checkpointing(OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32)), part="mlp")
+
+
+@LOOPS
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_next", "falcon", "gpt_neox", "gpt2", "bloom", "lfm2"])
+def test_every_kind_of_mlp_is_found(model_type: str) -> None:
+    model = tiny_model(tiny_config(model_type)).train()
+    layers = [m for m in model.modules() if hf.is_checkpointing_layer(m)]
+    want = model_loop_gradients(model, **(rows := batch()))
+    apply_model_patches(model)
+    with selective_checkpointing(model, part="mlp") as selected:
+        assert len(selected.sites) == len(layers)
+        assert relative_error(gradients(model, rows), want) < 5e-6
 
 
 def test_what_flows_into_a_part_is_sent_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +340,7 @@ def test_a_recomputation_in_another_thread_knows_which_engine_runs() -> None:
     [
         ({"every": 0}, InputError, "every is at least 1"),
         ({"every": 1.5}, OptionTypeError, "number of layers"),
-        ({"part": "mlp"}, InputError, "layer, attention"),
+        ({"part": "norm"}, InputError, "layer, attention, mlp"),
     ],
 )
 def test_wrong_policies(options: dict[str, Any], error: type[Exception], words: str) -> None:

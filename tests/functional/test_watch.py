@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from opake.checkpoint import selective_checkpointing
 from opake.functional import clipped_grad
 from opake.functional.watch import Watch
 from opake.patches import apply_model_patches, restore
@@ -56,6 +57,18 @@ def replace_parameter(model):
 def swap_class(model):
     norm = layer(model).input_layernorm
     norm.__class__ = type("Other", (type(norm),), {})
+
+
+@pytest.mark.parametrize("options", [{}, {"part": "attention"}, {"part": "mlp"}], ids=str)
+def test_a_policy_is_a_change_until_it_is_undone(model, options):
+    watch = Watch(model)
+    token, before = watch.token(), watch.state()
+    policy = selective_checkpointing(model, **options)
+    assert watch.token() is not token
+    assert watch.state() != before
+    policy.undo()
+    watch.token()
+    assert watch.state() == before
 
 
 CHANGES = {

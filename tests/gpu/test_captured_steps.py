@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from opake.checkpoint import selective_checkpointing
 from opake.functional import clipped_grad
 from opake.patches import apply_model_patches, apply_runtime_patches, restore, restore_runtime
 from opake.testing.oracle import relative_error
@@ -83,6 +84,26 @@ def test_200_steps_equal_eager_ones(make, engine):
         got, want = (trainable(models[c], adapter) for c in (True, False))
         assert relative_error(got, want) < 2e-5
         assert any((got[name] != p).any() for name, p in trainable(make(), adapter).items())
+
+
+@pytest.mark.parametrize("engine", ["batched", "vmap"])
+@pytest.mark.parametrize("part", ["mlp", "layer"])
+def test_a_policy_is_followed_by_graphs(make, engine, part):
+    """Put in force and taken back between replays; a change is a new capture."""
+    model = make()
+    params = trainable(model, "default")
+    eager, captured = (clipped_grad(model, clip_norm=0.5, engine=engine, capture=c) for c in (False, True))
+    graphs = []
+    for step in range(6):
+        if step == 2:
+            policy = selective_checkpointing(model, part=part)
+        if step == 4:
+            policy.undo()
+        want, got = eager(params, **batch(step)), captured(params, **batch(step))
+        graphs.append("captured in a CUDA graph" in got.reason)
+        assert relative_error(got.grads, want.grads) < 2e-5
+    # what a model held before it is known again
+    assert graphs == [False, True, False, True, True, True]
 
 
 @pytest.mark.parametrize("engine", ["batched", "vmap"])

@@ -37,8 +37,9 @@ def _case(lead, dtype, device, *, ranks=RANKS, param=None, inter=INTER):
     return args
 
 
-def _check(check_op, args, diff=(0, *ADAPTERS), **options):
-    return check_op(_bound(opake_lora_mlp, **options), _bound(lora_mlp_reference, **options), args, diff, rms=True)
+def _check(check_op, args, diff=(0, *ADAPTERS), *, rematerialise=False, **options):
+    op = _bound(opake_lora_mlp, rematerialise=rematerialise, **options)
+    return check_op(op, _bound(lora_mlp_reference, **options), args, diff, rms=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -140,15 +141,20 @@ def test_example_axis_and_vmap_equal_a_loop(device):
     torch.testing.assert_close(list(got), want)
 
 
-@pytest.mark.parametrize(("rank", "mapped"), [(65, (0, 2, 6, 8)), (2, (0, 6))])
-def test_transforms(rank, mapped, device, check_transforms):
+@pytest.mark.parametrize(
+    ("rank", "mapped", "again"), [(65, (0, 2, 6, 8), False), (2, (0, 6), False), (2, (0, 5), True)]
+)
+def test_transforms(rank, mapped, again, device, check_transforms):
     args = _case((3,), torch.float32, device, ranks=(rank, 2, 2))
 
-    def close(op):
-        return lambda *new: _bound(op)(*[dict(zip(mapped, new, strict=True)).get(i, t) for i, t in enumerate(args)])
+    def close(op, **options):
+        call = _bound(op, **options)
+        return lambda *new: call(*[dict(zip(mapped, new, strict=True)).get(i, t) for i, t in enumerate(args)])
 
     new = [args[i] for i in mapped]
-    check_transforms(close(opake_lora_mlp), close(lora_mlp_reference), new, tuple(range(len(new))), rms=True)
+    check_transforms(
+        close(opake_lora_mlp, rematerialise=again), close(lora_mlp_reference), new, tuple(range(len(new))), rms=True
+    )
 
 
 def test_refusals(device, check_refusals):
@@ -189,6 +195,54 @@ def test_the_activation_is_not_kept(device):
     assert sum(tuple(t.shape) == (3, TOKENS, INTER) for t in kept) == 2
     # adapters by reference
     assert sum(any(t.data_ptr() == leaf.data_ptr() for leaf in leaves) for t in kept) == 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lead", [(3, TOKENS), (7,), (0,), (2, 3, 4)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rematerialised(lead, parts, dtype, device, check_op, monkeypatch):
+    monkeypatch.setattr(lora_mlp, "WHOLE", 0 if parts == 2 else 1 << 40)
+    _check(check_op, _case(lead, dtype, device), rematerialise=True)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("ranks", [RANKS, (2, 65, 3)])
+def test_rematerialised_along_an_example_axis(ranks, own, device, check_op):
+    args = _case((3, TOKENS), torch.float32, device, ranks=ranks)
+    for i in ADAPTERS:
+        args[i] = torch.stack([args[i] * (1 + b * own) for b in range(3)])
+    _check(check_op, args, rematerialise=True)
+
+
+@pytest.mark.parametrize("diff", [(0,), ADAPTERS, (2,), (3,), (6,), (8,), (9,)])
+def test_rematerialised_bits_are_those_of_what_was_kept(diff, device):
+    args = _case((3, TOKENS), torch.float32, device)
+    results = []
+    for again in (False, True):
+        leaves = [t.detach().requires_grad_(i in diff) for i, t in enumerate(args)]
+        y = _bound(opake_lora_mlp, rematerialise=again)(*leaves)
+        results.append([y.detach(), *torch.autograd.grad(y.cos().sum(), [leaves[i] for i in diff])])
+    for kept, made in zip(*results, strict=True):
+        assert torch.equal(kept, made)
+
+
+def test_rematerialised_keeps_nothing_as_wide_as_gate(device):
+    args = _case((3, TOKENS), torch.float32, device)
+    leaves = [t.detach().requires_grad_(i == 0 or i in ADAPTERS) for i, t in enumerate(args)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(tuple(t.shape)), t)[1], lambda t: t):
+        _bound(opake_lora_mlp, rematerialise=True)(*leaves)
+    assert kept.count((3, TOKENS, INTER)) == 0
+    assert kept.count((3, TOKENS, HIDDEN)) == 1
+
+
+def test_what_cannot_be_rematerialised_is_refused(device):
+    args = _case((2,), torch.float32, device)
+    with pytest.raises(ValueError, match="rematerialise is for frozen base weights"):
+        _bound(opake_lora_mlp, rematerialise=True, lora_precision="param")(*args)
+    args[7].requires_grad_()
+    with pytest.raises(ValueError, match=r"requires_grad \[False, False, True\]"):
+        _bound(opake_lora_mlp, rematerialise=True)(*args)
 
 
 def test_param_precision_is_that_of_the_adapters(device):

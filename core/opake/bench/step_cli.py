@@ -19,7 +19,7 @@ __all__ = ["EPILOG", "step"]
 EPILOG = examples(
     "bench step", "bench step llama-3.2-1b --vs hf,liger", "bench step ./model --seq 512 --batch 8 --plot step.png"
 )
-OURS = ("ours", "eager", "vmap", "remat", "ordinary")
+OURS = ("ours", "eager", "vmap", "remat-mlp", "remat", "ordinary")
 HEAD = ("way", "private", "ms", "in a row", "tokens/s", "peak GiB", "difference", "note")
 
 

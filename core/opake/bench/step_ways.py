@@ -38,14 +38,14 @@ def _trainable(model: Any) -> Grads:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _ours(model: Any, rows: Rows, *, engine: str = "auto", capture: str | bool = "auto", remat: bool = False) -> Step:
+def _ours(model: Any, rows: Rows, *, engine: str = "auto", capture: str | bool = "auto", remat: str = "") -> Step:
     from opake.checkpoint import selective_checkpointing
     from opake.patches import apply_model_patches, apply_runtime_patches
 
     apply_runtime_patches()
     apply_model_patches(model)
     if remat:
-        selective_checkpointing(model)
+        selective_checkpointing(model, part=remat)
     run = clipped_grad(model, clip_norm=CLIP, engine=engine, capture=capture)
     params = trainable(model)
 
@@ -122,7 +122,8 @@ WAYS: dict[str, Way] = {
     "eager": Way(lambda m, r: _ours(m, r, capture=False), True, "opake, not captured"),
     "vmap": Way(lambda m, r: _ours(m, r, engine="vmap"), True, "opake, the vmap engine"),
     "vmap-eager": Way(lambda m, r: _ours(m, r, engine="vmap", capture=False), True, "the vmap engine, not captured"),
-    "remat": Way(lambda m, r: _ours(m, r, remat=True), True, "opake, layers rematerialised"),
+    "remat": Way(lambda m, r: _ours(m, r, remat="layer"), True, "opake, layers rematerialised"),
+    "remat-mlp": Way(lambda m, r: _ours(m, r, remat="mlp"), True, "opake, the MLPs rematerialised"),
     "ordinary": Way(_patched, False, "an ordinary step of the patched model"),
     "hf": Way(_ordinary, False, "an ordinary step of the stock model"),
     "liger": Way(_liger, False, "an ordinary step with Liger's kernels"),

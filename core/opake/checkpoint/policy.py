@@ -1,4 +1,4 @@
-"""Which parts of a model are rematerialised: every k-th layer, or the attention of each; kept inputs on the CPU or not.
+"""Which parts of a model are rematerialised: every k-th layer, its attention or its MLP; kept inputs on the CPU or not.
 
 A plain `gradient_checkpointing_enable()` rematerialises every layer: one more forward, and the least memory. A policy
 lies between that and nothing. It works in ordinary training as well, by torch's own checkpointing. Leaves out choosing:
@@ -8,6 +8,7 @@ lies between that and nothing. It works in ordinary training as well, by torch's
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -21,10 +22,13 @@ from opake import hf
 from opake.checkpoint.guard import RematCheckpoint
 from opake.checkpoint.model import FUNCTION
 from opake.errors import InputError, OptionTypeError
+from opake.lora.mlp import REMATERIALISE, rematerialises
 from opake.patching.instance import wrap_method
 from opake.patching.undo import Change, Undo, put
 
-PARTS = ("layer", "attention")
+PARTS = ("layer", "attention", "mlp")
+# what Transformers calls the feed-forward part of a layer, sparse ones too
+_MLP_NAMES = re.compile("mlp|feed_?forward|ffn|moe")
 
 
 class Selected:
@@ -55,7 +59,8 @@ def selective_checkpointing(
     """Rematerialise the chosen parts of `model` in training, inside and outside transforms.
 
     every: k rematerialises the layers 0, k, 2 k, ... and lets the others keep what they compute
-    part: "layer", or "attention" to recompute the attention of a layer alone and keep its MLP
+    part: "layer"; "attention" to recompute the attention of a layer alone and keep its MLP; "mlp" for the other way
+        round, which costs a fused MLP with LoRA its gate and up projections alone
     save_on_cpu: what flows into a rematerialised part waits for the backward in the CPU's memory
 
     A policy takes the place of whatever checkpointing the model had until it is undone; apply it after
@@ -80,13 +85,16 @@ def selective_checkpointing(
             changes.append(put(layer, FUNCTION, run))
             sites.append(name)
         elif chosen:
-            for below, attention in _attention_of(layer):
-                changes.append(wrap_method(attention, "forward", _Around(run)))
+            for below, module in _attention_of(layer) if part == "attention" else _mlps_of(layer):
+                if part == "mlp" and not save_on_cpu:
+                    changes.append(put(module, REMATERIALISE, True))
+                changes.append(wrap_method(module, "forward", _Around(run)))
                 # the batched engine asks whose forwards a model has
                 changes[-1].ours.__func__.opake_policy = True
                 sites.append(f"{name}.{below}")
     if not sites:
-        raise InputError(f"no layer of {type(model).__name__} has attention that takes its function by name")
+        missing = "attention that takes its function by name" if part == "attention" else "an MLP of its own"
+        raise InputError(f"no layer of {type(model).__name__} has {missing}; part='layer' takes any")
     return Selected(Undo(changes), tuple(sites))
 
 
@@ -98,9 +106,13 @@ class _Around:
 
     def __call__(self, inner: Callable[..., Any], self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = any(kwargs.get(name) is not None for name in hf.CACHE_KEYWORDS)
-        if not self_.training or not torch.is_grad_enabled() or caches:
+        if not self_.training or not torch.is_grad_enabled() or caches or _by_itself(self_, args):
             return inner(self_, *args, **kwargs)
         return self.run(functools.partial(inner, self_, **kwargs), *args)
+
+
+def _by_itself(module: nn.Module, args: tuple[Any, ...]) -> bool:
+    return REMATERIALISE in vars(module) and len(args) == 1 and rematerialises(module, args[0])
 
 
 def _offloading(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -112,3 +124,9 @@ def _attention_of(layer: nn.Module) -> list[tuple[str, nn.Module]]:
     from opake.attention.windows import reads_attention
 
     return [(name, module) for name, module in layer.named_modules() if reads_attention(module)]
+
+
+def _mlps_of(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The children so named, but for lone linear layers, whose product alone would be computed again."""
+    children = ((name, m) for name, m in layer.named_children() if _MLP_NAMES.search(name))
+    return [(name, m) for name, m in children if next(m.children(), None) is not None]

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # the activation function as it was recognised, kept on the module
 _KEY = "_opake_activation"
+# set on a module whose gate and up are to be computed again in the backward
+REMATERIALISE = "_opake_rematerialise"
 
 
 def fits(record: FuseMLP, module: nn.Module) -> Skip | None:
@@ -44,6 +46,18 @@ def apply(record: FuseMLP, module: nn.Module) -> Undo:
     assert activation is not None, "checked by fits"
     kept = put(module, _KEY, _function(module))
     return Undo([kept, wrap_method(module, "forward", functools.partial(_forward, activation))])
+
+
+def rematerialises(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether the fused call does by itself what `REMATERIALISE` asks for, now and for this input."""
+    if _KEY not in vars(module) or torch.compiler.is_compiling():
+        return False
+    found = plan(module, x)
+    return not isinstance(found, str) and _frozen(found)
+
+
+def _frozen(found: dict[str, Projection]) -> bool:
+    return not any(p.W.requires_grad for p in found.values())
 
 
 def axis_parameters(record: FuseMLP, module: nn.Module) -> frozenset[str]:
@@ -91,7 +105,8 @@ def _forward(
         note(self, found)
         return inner(self, x)
     arguments: list[Any] = [value for p in _separate(list(found.values())) for value in (p.W, p.A, p.B, p.scaling)]
-    return opake_lora_mlp(x, *arguments, activation)  # pyright: ignore[reportCallIssue]
+    again = vars(self).get(REMATERIALISE, False) and _frozen(found)
+    return opake_lora_mlp(x, *arguments, activation, rematerialise=again)  # pyright: ignore[reportCallIssue]
 
 
 def _separate(found: list[Projection]) -> list[Projection]:

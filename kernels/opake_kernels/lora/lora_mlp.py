@@ -2,7 +2,7 @@
 
 Kept for backward: x, the adapters by reference, gate and up, and the low-rank rows; the activation is computed again.
 The backward of a large call goes through the rows in two parts, so that at most one more tensor of the size of gate is
-alive. Leaves out biases and dropout.
+alive; with `rematerialise` gate and up are not kept, and made again part by part. Leaves out biases and dropout.
 Sources: Shazeer, "GLU Variants Improve Transformer" (2020); Hu et al., "LoRA" (2021).
 """
 
@@ -60,13 +60,13 @@ def lora_mlp_reference(
 
 
 def _forward(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    """args: W, A, B of gate, up and down, then groups, scalings, act, fused -> y, a trace, gate, up, Z, Z of down."""
+    """args: W, A, B of gate, up and down, then groups, scalings, act, fused -> y, a trace, Z, Z of down, gate, up."""
     *weights, groups, scalings, act, _ = args
     inner, outer = _gathered(weights[0::3], weights[1::3], weights[2::3], scalings, groups, x)
     (gate, up), Z = projections.forward(flat_rows(x), inner, (None, None))
     (y,), Zd = projections.forward(activated(gate, up, act), outer, (None,))
     lead = x.shape[:-1]
-    kept = [t.view(*lead, t.shape[1]) for t in (gate, up, Z, Zd)]
+    kept = [t.view(*lead, t.shape[1]) for t in (Z, Zd, gate, up)]
     return unflat_rows(y, lead), trace(x, groups), *kept
 
 
@@ -93,16 +93,18 @@ def _backward(
     assert given is not None, "the trace has no gradient"
     x, *rest = saved
     inner, outer = _gathered(rest[0:3], rest[3:6], rest[6:9], scalings, groups, given)
-    rows, lead, G = [flat_rows(t) for t in (given, *rest[10:])], given.shape[:-1], group_count(given, groups)
-    d, Zd = rows[0], rows[4]
+    lead, G = given.shape[:-1], group_count(given, groups)
+    # gate and up stand last; x takes their place where they were not kept
+    d, Z, Zd, *both = [flat_rows(t) for t in (given, *rest[10:])]
+    both = both or [flat_rows(x)]
     need_a, need_b = need[2::3], need[3::3]
     K = d.new_empty(d.shape[0], inner.A.shape[-1]) if need[0] or any(need_a[:2]) else None
     dX = d.new_empty(d.shape[0], inner.W[0].shape[-1]) if need[0] else None
     sums: list[list[Weight]] = []
     if need[0] or any((*need_a, *need_b[:2])):
         for first, last, g in _parts(d, G, inner, outer):
-            part = [None if t is None else t[first:last] for t in (*rows[:4], K, dX)]
-            sums.append(_part(part, g, inner, outer, act, fused))
+            part = [None if t is None else t[first:last] for t in (d, Z, K, dX)]
+            sums.append(_part(part, [t[first:last] for t in both], g, inner, outer, act, fused))
     dBg, dBu, dAd = _together(sums, G) if sums else (None, None, None)
     dA = [*projections.factor_gradients(K, None if x is None else flat_rows(x), inner, G, need_a[:2]), dAd]
     dB = [dBg, dBu, group_product(d, Zd, G, outer.dtypes[0][1]).mT if need_b[2] else None]
@@ -129,10 +131,20 @@ def _parts(d: torch.Tensor, G: int, inner: Projections, outer: Projections) -> l
 
 
 def _part(
-    rows: Sequence[Any], G: int, inner: Projections, outer: Projections, act: Activation, fused: bool
+    rows: Sequence[Any],
+    both: Sequence[torch.Tensor],
+    G: int,
+    inner: Projections,
+    outer: Projections,
+    act: Activation,
+    fused: bool,
 ) -> list[Weight]:
-    """One part of the rows: fills K and dX, returns dBg, dBu, dAd (G, ...) of its groups."""
-    d, gate, up, Z, K, dX = rows
+    """One part of the rows: fills K and dX, returns dBg, dBu, dAd (G, ...) of its groups.
+
+    both: gate and up, or the input alone, from which they are computed again.
+    """
+    d, Z, K, dX = rows
+    gate, up = both if len(both) == 2 else projections.outputs(both[0], Z, inner, (None, None))
     Kd = projections.low_rank_gradients([d], outer)
     dh = projections.input_gradient([d], Kd, outer)
     if fused:
@@ -177,6 +189,16 @@ _lora_mlp = function_pair(
     # x is there for the gradients of the two inner A
     save_for={0: _A[:2]},
 )
+_lora_mlp_rematerialised = function_pair(
+    "opake_lora_mlp_rematerialised",
+    forward=lambda *args: _forward(*args)[:-2],  # without gate and up
+    backward=_backward,
+    roles=(ROWS, *[SHARED] * 9),
+    save_inputs=(0, *_W, *_A, *_B),
+    save_outputs=(1, 2, 3),
+    outputs=2,
+    stats=2,
+)
 
 
 def opake_lora_mlp(
@@ -196,12 +218,16 @@ def opake_lora_mlp(
     activation: str | Activation = "silu",
     *,
     lora_precision: str = "compute",
+    rematerialise: bool = False,
 ) -> torch.Tensor:
     """down(act(gate(X)) * up(X)), each projection X W^T + (X A) B * S.
 
     X: (..., hidden); Wg, Wu: (intermediate, hidden); Wd: (hidden, intermediate); A: (in, rank); B: (rank, out), or both
     None for a projection without an adapter. `activation`: a `hidden_act` name or an `Activation`. Dtypes, the leading
     example axis of adapters, `lora_precision` and errors are as in `opake_lora_w`. Returns (..., hidden).
+
+    rematerialise: keep X for the backward, and not gate and up, which cost their two products again. For frozen base
+    weights and `lora_precision="compute"`, else ValueError; `torch.compile` decides for itself what it keeps.
     """
     op, act = "opake_lora_mlp", activation_for(activation)
     given = [("g", Wg, Ag, Bg, None), ("u", Wu, Au, Bu, None), ("d", Wd, Ad, Bd, None)]
@@ -209,10 +235,16 @@ def opake_lora_mlp(
     if Wg.shape != Wu.shape:
         raise ValueError(f"{op}: Wg and Wu must have one shape, got {tuple(Wg.shape)} and {tuple(Wu.shape)}")
     X = check_projections(op, X, given)
+    if rematerialise and (lora_precision == "param" or any(W.requires_grad for W in (Wg, Wu, Wd))):
+        raise ValueError(
+            f"{op}: rematerialise is for frozen base weights and lora_precision='compute', got {lora_precision!r} and "
+            f"requires_grad {[W.requires_grad for W in (Wg, Wu, Wd)]}; use torch.utils.checkpoint around the call"
+        )
     if takes_twin(given, lora_precision):
         return lora_mlp_reference(X, Wg, Ag, Bg, Sg, Wu, Au, Bu, Su, Wd, Ad, Bd, Sd, act, lora_precision=lora_precision)
     groups = leading_axis(given)
     weights = [tensor for each in given for tensor in with_axis(groups, each)[:3]]
     ranks = [A.shape[-1] for _, _, A, _, _ in given if A is not None]
     fused = uses_triton(X) and max(ranks, default=0) <= MAX_RANK
-    return _lora_mlp(X, *weights, groups, (float(Sg), float(Su), float(Sd)), act, fused)[0]
+    run = _lora_mlp_rematerialised if rematerialise else _lora_mlp
+    return run(X, *weights, groups, (float(Sg), float(Su), float(Sd)), act, fused)[0]

@@ -19,7 +19,16 @@ import torch
 from .ahead import beside, ready
 from .products import cast, fold_weight, group_product, matmul, matmul_add_
 
-__all__ = ["Projections", "backward", "factor_gradients", "forward", "gather", "input_gradient", "low_rank_gradients"]
+__all__ = [
+    "Projections",
+    "backward",
+    "factor_gradients",
+    "forward",
+    "gather",
+    "input_gradient",
+    "low_rank_gradients",
+    "outputs",
+]
 
 Weight = torch.Tensor | None
 
@@ -96,7 +105,12 @@ def low_rank_rows(X: torch.Tensor, p: Projections) -> torch.Tensor:
 def forward(X: torch.Tensor, p: Projections, biases: Sequence[Weight]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The outputs (N, O_j) and Z; biases (O_j) or (G, O_j)."""
     Z = low_rank_rows(X, p)
-    return [_project(X, Z[:, p.columns[j]], p.W[j], p.B[j], bias) for j, bias in enumerate(biases)], Z
+    return outputs(X, Z, p, biases), Z
+
+
+def outputs(X: torch.Tensor, Z: torch.Tensor, p: Projections, biases: Sequence[Weight]) -> list[torch.Tensor]:
+    """The outputs (N, O_j) alone, from a Z that is known."""
+    return [_project(X, Z[:, p.columns[j]], p.W[j], p.B[j], bias) for j, bias in enumerate(biases)]
 
 
 def _project(X: torch.Tensor, Z: torch.Tensor, W: torch.Tensor, B: Weight, bias: Weight) -> torch.Tensor:
