@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -106,13 +106,14 @@ class _Around:
 
     def __call__(self, inner: Callable[..., Any], self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = any(kwargs.get(name) is not None for name in hf.CACHE_KEYWORDS)
-        if not self_.training or not torch.is_grad_enabled() or caches or _by_itself(self_, args):
+        if not self_.training or not torch.is_grad_enabled() or caches or _by_itself(self_, args, kwargs):
             return inner(self_, *args, **kwargs)
         return self.run(functools.partial(inner, self_, **kwargs), *args)
 
 
-def _by_itself(module: nn.Module, args: tuple[Any, ...]) -> bool:
-    return REMATERIALISE in vars(module) and len(args) == 1 and rematerialises(module, args[0])
+def _by_itself(module: nn.Module, args: tuple[Any, ...], rest: Mapping[str, Any]) -> bool:
+    """Whether a fused op will keep its input alone."""
+    return REMATERIALISE in vars(module) and len(args) == 1 and not rest and rematerialises(module, args[0])
 
 
 def _offloading(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
