@@ -181,9 +181,12 @@ def test_tiles_that_hang_over_no_edge(rank, dtype, device, check_op):
     _check(check_op, args)
 
 
-def test_a_group_longer_than_a_chunk(device, check_op, monkeypatch):
+@pytest.mark.parametrize("keep", [KEEP, (True, False, True)])
+@pytest.mark.parametrize("ranks", [RANKS, (3, 3, 3)])
+def test_a_group_longer_than_a_chunk(ranks, keep, device, check_op, monkeypatch):
     monkeypatch.setattr(gate_kernels, "CHUNK", 64)
-    _check(check_op, _case((2, 150), torch.float32, device))
+    diff = (0, *[i for j in range(3) if keep[j] for i in (3 * j + 2, 3 * j + 3)])
+    _check(check_op, _case((2, 150), torch.float32, device, ranks=ranks), diff, keep=keep)
 
 
 def test_the_activation_is_not_kept(device):
