@@ -26,7 +26,6 @@ from opake.errors import (
 )
 from opake.functional import per_example_grads
 from opake.patches import PatchReport, apply_model_patches, patch_report, patched, restore
-from opake.patching import target
 
 SIZES = {
     "vocab_size": 64,
@@ -313,8 +312,7 @@ def test_what_is_no_model_is_refused() -> None:
         apply_model_patches(empty)
 
 
-def test_unregistered_model_type_is_patched_generically(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "_warned", set())
+def test_unregistered_model_type_is_patched_generically() -> None:
     model = llama()
     model.config.model_type = "lama"
     with pytest.raises(UnknownFamily, match="did you mean llama"):
