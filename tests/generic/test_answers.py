@@ -24,7 +24,7 @@ from opake.testing.cells import part_name
 RECORDED = answers.for_version(transformers.__version__)
 AT_A_TIME = 40
 WANTED = 120
-# proven with the torch of the record and not with an older one, which the note of the answer says
+# proven with the torch of the record, and with an older one by some processors, which the note of the answer says
 OTHER_TORCH = {("2.11", "5.24.0", "inkling2_text")}
 pytestmark = pytest.mark.filterwarnings("ignore::opake.errors.GenericFamilyWarning")
 
@@ -41,8 +41,8 @@ def test_the_answer_is_as_recorded(model_type: str) -> None:
     found, recorded = sweep.answer(model_type), RECORDED.types[model_type]
     torch_version = torch.__version__.rpartition(".")[0]
     if (torch_version, transformers.__version__, model_type) in OTHER_TORCH:
-        assert f"not with torch {torch_version}" in recorded.note
-        assert not found.proven
+        assert f"with torch {torch_version} more than 5e-6 on one of two processors" in recorded.note
+        assert found.proven or "relative error" in found.reason, found
         return
     assert found.proven == recorded.proven, f"recorded {recorded}, found {found}"
 
