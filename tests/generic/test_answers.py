@@ -6,6 +6,7 @@ one that says no: a model that became right has to be recorded again (`python -m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from typing import Any
@@ -96,9 +97,21 @@ class TestSweep:
         monkeypatch.setattr(patches, "restore", careless)
         assert sweep.answer("opt").reason == "restore left .left_behind"
 
-    def test_the_time_is_limited(self) -> None:
+    @pytest.mark.parametrize("taken", [0, 1])
+    def test_the_time_is_limited(self, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also where code on the way takes the first sign for a failure of its own."""
         # once in full: an import that is cut short would stay broken for every test after this one
         assert sweep.answer("llama").error is not None
+
+        def endless(*_: Any) -> Answer:
+            for _ in range(taken):
+                with contextlib.suppress(TimeoutError):
+                    while True:
+                        pass
+            while True:
+                pass
+
+        monkeypatch.setattr(sweep, "_tried", endless)
         assert sweep.answer("llama", seconds=0.005).reason.startswith("TimeoutError: more than 0 s of processor time")
 
     def test_a_reason_is_one_short_line_with_a_place(self) -> None:
