@@ -25,7 +25,6 @@ CHUNK, PROGRAMS = 512, 512
 BC, WARPS = 64, 4
 
 Weight = torch.Tensor | None
-Rooms = torch.Tensor | list[torch.Tensor]
 
 
 @jit
@@ -140,8 +139,7 @@ def gate_backward(
     BR, STAGES, NB = 64 if short and max(RG, RU, RD) <= 32 else 32, 3 if short else 1, cdiv(C, BC)
     size = _chunk(groups, R, NB)
     NC = max(1, cdiv(R, size))
-    rooms = _rooms([r for r in ranks if r], groups * NC, C, D.device)
-    sums = _placed(rooms, ranks)
+    sums = [torch.empty(groups * NC, C, r, dtype=torch.float32, device=D.device) if r else None for r in ranks]
     launch(
         _kernel, (groups * NC * NB,), D, D, gate, up, DU, Z, K, *(D if s is None else s for s in sums),
         R, C, NB, NC, size, Z.stride(0), K.stride(0), *ranks, act.alpha, act.limit, act.within,
@@ -151,25 +149,9 @@ def gate_backward(
         # the interpreter multiplies half-precision tiles by their bits
         WIDEN=INTERPRET and D.dtype != torch.float32, BR=BR, BC=BC, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
-    return DU, sums if NC == 1 else _placed(_added(rooms, groups), ranks)
-
-
-def _rooms(ranks: list[int], parts: int, C: int, device: torch.device) -> Rooms:
-    """(parts, C, r) for each rank: one tensor if they are all the same, so that one launch adds up their parts."""
-    if len(set(ranks)) == 1:
-        return torch.empty(len(ranks), parts, C, ranks[0], dtype=torch.float32, device=device)
-    return [torch.empty(parts, C, r, dtype=torch.float32, device=device) for r in ranks]
-
-
-def _added(rooms: Rooms, groups: int) -> Rooms:
-    if isinstance(rooms, torch.Tensor):
-        return rooms.unflatten(1, (groups, -1)).sum(2)
-    return [room.unflatten(0, (groups, -1)).sum(1) for room in rooms]
-
-
-def _placed(rooms: Rooms, ranks: list[int]) -> list[Weight]:
-    left = iter(rooms)
-    return [next(left) if r else None for r in ranks]
+    if NC == 1:
+        return DU, sums
+    return DU, [None if s is None else s.view(groups, NC, *s.shape[1:]).sum(1) for s in sums]
 
 
 def _chunk(groups: int, R: int, strips: int) -> int:
