@@ -140,7 +140,7 @@ def test_float64_is_exact(reduction, chunk, device):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("V", [1021, 1024, 4100])
+@pytest.mark.parametrize("V", [1021, 1024, 4100, 33000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_tiles_and_odd_vocabularies(V, dtype, chunk, device, check):
     check(_data((3,), 16, V, device, dtype), (0, 1, 3), chunk, label_smoothing=0.1)
@@ -164,7 +164,7 @@ def test_many_chunks_of_tokens(dtype, reduction, chunk, device, small_tiles, che
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("V", [300, 1024, 2500])
+@pytest.mark.parametrize("V", [300, 1024, 2500, 40000])
 def test_one_read_corrects_what_it_wrote(V, dtype, device, check):
     # logits climb by far more than e^60 allows from tile to tile, and rows differ in where
     h, w, y = _data((6,), 16, V, device, dtype, bias=False)
@@ -173,6 +173,24 @@ def test_one_read_corrects_what_it_wrote(V, dtype, device, check):
     h[:, 0] = torch.tensor([1.0, 0.3, -1.0, 0.0, 1.0, 0.05], device=device).to(dtype)
     for label in (0, V // 2, V - 1):
         check([h, w, torch.full_like(y, label)], (0,), None, reduction="none")
+
+
+def test_unlikely_labels(chunk, device, assert_errors):
+    # the label lies 50 below the largest logits, which are exact: a logsumexp taken from there loses digits
+    hidden, weight = (torch.randint(-4, 5, (size, 9), device=device) / 4.0 for size in (16, 500))
+    hidden[:, 0], weight[::7, 0], weight[3, 0] = 1.0, 50.0, 0.0
+    labels = torch.full((16,), 3, device=device)
+
+    def run(loss, dtype):
+        data = [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+        value = loss(*data, labels)
+        dh, dw = torch.autograd.grad(value.sum(), data)
+        # without the label's own row, the largest by far
+        return [value.detach(), dh, dw[4:]]
+
+    stock = _twin(reduction="none")
+    exact, same = run(stock, torch.float64), run(stock, torch.float32)
+    assert_errors(run(_op(chunk=chunk, reduction="none"), torch.float32), same, exact)
 
 
 def test_frozen_head_in_chunks_and_out_of_range(small_tiles, device, check, monkeypatch):
@@ -297,7 +315,7 @@ def test_strided_arguments(chunk, device, check_op):
     h, w = torch.randn(3, 5, 8, device=device), torch.randn(8, 37, device=device)
     y = torch.randint(0, 37, (3, 5), device=device, dtype=torch.int32)
     for args in ([h[:, :-1], w.t(), y[:, 1:]], [h.transpose(0, 1), w.t(), y.t()], [h[:1].expand(3, 5, 8), w.t(), y]):
-        check_op(_op(chunk=chunk), _twin(), args, (0, 1))
+        check_op(_op(chunk=chunk), _twin(), args, (0, 1), rms=True)
 
 
 class _Largest(TorchDispatchMode):

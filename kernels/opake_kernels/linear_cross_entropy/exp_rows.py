@@ -13,6 +13,7 @@ import torch
 
 from opake_kernels.cross_entropy import CrossEntropySettings
 from opake_kernels.launch import cdiv, jit, launch, next_power_of_2, tl
+from opake_kernels.precise import precise_exp, precise_log
 from opake_kernels.row_softmax import cap_scale, cap_scale_grad
 
 __all__ = ["exp_rows_", "finish_rows"]
@@ -20,22 +21,25 @@ __all__ = ["exp_rows_", "finish_rows"]
 
 @jit
 def _exp_tile(
-    x, base, at, lane, y, inside, m, total, scale, cap,
+    x, base, at, lane, y, inside, m, most, total, scale, cap,
     LIMIT: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Exponentials of the logits x of one tile against m, in their place; (m, total) afterwards."""
+    """Exponentials of the logits x of one tile against m, in their place; (m, largest logit, total) afterwards."""
     z = cap_scale(x, scale, cap, CAP)
     if MASKED:
         z = tl.where(inside, z, -float("inf"))
     top = tl.max(z, 0)
+    most = tl.maximum(most, top)
     if top > m + LIMIT:
-        shrink = tl.exp(m - top)
+        shrink = precise_exp(m - top)
         total = total * shrink
         for back in range(0, at, B):
             done = tl.load(base + back + lane).to(tl.float32)
             tl.store(base + back + lane, done * shrink)
         m = top
-    e = tl.where(lane == y - at, 0.0, tl.exp(z - m))
+    # 16-bit logits do not carry what the precise form adds
+    e = precise_exp(z - m) if x.dtype == tl.float32 else tl.exp(z - m)
+    e = tl.where(lane == y - at, 0.0, e)
     total += e
     if CAP:
         e *= cap_scale_grad(x, 1.0, cap / scale, CAP)
@@ -43,7 +47,7 @@ def _exp_tile(
         tl.store(base + at + lane, e, mask=inside)
     else:
         tl.store(base + at + lane, e)
-    return m, total
+    return m, most, total
 
 
 @jit
@@ -70,28 +74,29 @@ def linear_cross_entropy_exp_kernel(
         valid = (y >= 0) & (y < V)
         label = tl.load(Z + start + tl.where(valid, y, 0))
         own = cap_scale(label, scale, cap, CAP)
-        m = own
+        m, most = own, own
         total = tl.zeros((B,), tl.float32)
         if whole > 0:
             x = tl.load(base + lane)
             for at in range(0, whole, B):
                 # asked for before this tile is waited for; after the last one nobody looks at it
                 following = tl.load(base + tl.minimum(at + B, whole - B) + lane)
-                m, total = _exp_tile(  # pyright: ignore
-                    x, base, at, lane, y, lane < B, m, total, scale, cap, LIMIT, CAP, False, B
+                m, most, total = _exp_tile(  # pyright: ignore
+                    x, base, at, lane, y, lane < B, m, most, total, scale, cap, LIMIT, CAP, False, B
                 )
                 x = following
         if whole < V:
             inside = whole + lane < V
             x = tl.load(base + whole + lane, mask=inside, other=0.0)
-            m, total = _exp_tile(  # pyright: ignore
-                x, base, whole, lane, y, inside, m, total, scale, cap, LIMIT, CAP, True, B
+            m, most, total = _exp_tile(  # pyright: ignore
+                x, base, whole, lane, y, inside, m, most, total, scale, cap, LIMIT, CAP, True, B
             )
         rest = tl.sum(total, 0)
-        s = rest + tl.exp(own - m)
-        log_s = tl.log(s)
-        tl.store(LOSS + row, tl.where(valid, (m - own) + log_s, float("nan")))
-        tl.store(LSE + 2 * row, m)
+        s = rest + precise_exp(own - m)
+        # against the largest logit, from which m may be far: the log of a large sum has no digits to spare
+        log_s = precise_log(s * precise_exp(m - most))
+        tl.store(LOSS + row, tl.where(valid, (most - own) + log_s, float("nan")))
+        tl.store(LSE + 2 * row, most)
         tl.store(LSE + 2 * row + 1, log_s)
         tl.store(FACTOR + row, tl.where(valid, scale / s, float("nan")))
         tl.store(LABEL + row, -rest / s * cap_scale_grad(label, scale, cap, CAP))
@@ -125,13 +130,14 @@ def exp_rows_(
     """
     R, V = z_RV.shape
     W = 16 // z_RV.element_size()
-    T = min(256, max(32, next_power_of_2(V // W)))
+    # 32 columns of 16 bits a thread: the maximum of a tile, for which all wait, is taken once for many
+    T = min(2048, max(32, next_power_of_2(V // W)))
     # sums of products of up to e^60 stay far below the largest float32, and e^8 below the largest float16
     limit = 8.0 if z_RV.dtype == torch.float16 else 60.0
     launch(
         linear_cross_entropy_exp_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R2, factor_R, label_R, z_RV.stride(0),
         V, settings.ignore_index, settings.scale, settings.softcap,
-        LIMIT=limit, CAP=bool(settings.softcap), W=W, B=T * W, num_warps=T // 32,
+        LIMIT=limit, CAP=bool(settings.softcap), W=W, B=T * W, num_warps=max(T // 128, 1),
     )  # fmt: skip
 
 

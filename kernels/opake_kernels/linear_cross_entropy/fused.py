@@ -20,14 +20,19 @@ from .softmax_grad import softmax_grad_
 
 __all__ = ["BUFFER_BYTES", "TILE_TOKENS", "chunk_tokens", "fused_pass"]
 
-# what the logits of a chunk may take, and the tile of the matrix unit in tokens
+# what the logits of a chunk may take (twice that where the sum for the weight, larger still, is read and written with
+# every chunk), and the tile of the matrix unit in tokens
 BUFFER_BYTES = 256 * 2**20
 TILE_TOKENS = 128
 
 
-def chunk_tokens(R: int, V: int, element_size: int) -> int:
-    """Tokens in a chunk: what the budget holds, in multiples of the matrix unit's tile, shared out evenly."""
-    most = max(BUFFER_BYTES // (V * element_size) // TILE_TOKENS * TILE_TOKENS, TILE_TOKENS)
+def chunk_tokens(R: int, V: int, element_size: int, weight: bool = False) -> int:
+    """Tokens in a chunk: what the budget holds, in multiples of the matrix unit's tile, shared out evenly.
+
+    weight: whether a gradient of the weight is summed over the chunks.
+    """
+    most = BUFFER_BYTES * (2 if weight else 1)
+    most = max(most // (V * element_size) // TILE_TOKENS * TILE_TOKENS, TILE_TOKENS)
     if most >= R:
         return max(R, 1)
     return cdiv(cdiv(R, cdiv(R, most)), TILE_TOKENS) * TILE_TOKENS
@@ -50,11 +55,11 @@ def _sums(tokens: int, H: int, like: torch.Tensor) -> torch.Tensor:
     return torch.empty(tokens, H, dtype=accumulator_dtype(like.dtype), device=like.device)
 
 
-def _chunks(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
+def _chunks(head: Head, weight: bool = False) -> Iterator[tuple[slice, torch.Tensor]]:
     """(tokens, their logits in a buffer that the next chunk takes over)."""
     x, w, bias = head.x, head.weight, head.bias
     R, V = x.shape[0], w.shape[0]
-    size = chunk_tokens(R, V, x.element_size())
+    size = chunk_tokens(R, V, x.element_size(), weight)
     buffer = _buffer(size, V, x)
     for start in range(0, R, size):
         rows = slice(start, min(start + size, R))
@@ -88,12 +93,12 @@ def _two_reads(head: Head, need: Need) -> Gradients:
     loss = torch.empty(R, dtype=wide, device=x.device)
     lse = loss.new_empty(R, 2) if head.lse is None else head.lse
     dx = torch.empty(R, H, dtype=x.dtype, device=x.device) if need.hidden else None
-    product = None if dx is None or wide == x.dtype else _sums(chunk_tokens(R, V, x.element_size()), H, x)
+    product = None if dx is None or wide == x.dtype else _sums(chunk_tokens(R, V, x.element_size(), need.weight), H, x)
     # the first chunk writes it
     make = torch.empty if R else torch.zeros
     dw = make(V, H, dtype=wide, device=x.device) if need.weight else None
     db = torch.zeros(V, dtype=wide, device=x.device) if need.bias else None
-    for rows, z in _chunks(head):
+    for rows, z in _chunks(head, need.weight):
         softmax_grad_(
             z, head.labels[rows], loss[rows], lse[rows], head.settings,
             gradient=any(need), known=head.lse is not None,

@@ -169,10 +169,11 @@ def opake_linear_cross_entropy_loss(
     has the shape of `labels`, "mean" is over labels that are not ignored and 0 when all are. With a weight (B, V, H) of
     its own for each example, hidden is (B, ..., H), bias (B, V), and "sum" and "mean" are (B,).
 
-    chunk: None takes the fused back end on CUDA (whole rows of logits for as many tokens as 256 MiB hold) and the
-    chunked one elsewhere; True or a number of vocabulary columns, the widest tile, forces the chunked one. Gradients
-    are summed in fp32. A frozen head costs two matrix products, forward and backward together, and a trainable one
-    three (four in tiles of a given width); under vmap a gradient of the weight is (V, H) for each example, at four.
+    chunk: None takes the fused back end on CUDA (whole rows of logits for as many tokens as 256 MiB hold, or 512 MiB
+    where a gradient of the weight is summed) and the chunked one elsewhere; True or a number of vocabulary columns, the
+    widest tile, forces the chunked one. Gradients are summed in fp32. A frozen head costs two matrix products, forward
+    and backward together, and a trainable one three (four in tiles of a given width); under vmap a gradient of the
+    weight is (V, H) for each example, at four.
 
     Raises TypeError (dtype), ValueError (shape, device, settings). A label out of range is a ValueError where looking
     costs no device read, else the loss of its token is NaN. Double backward and forward mode raise RuntimeError.
