@@ -73,8 +73,10 @@ def test_engines_equal_a_loop(rank: int, engine: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("I", "T"), [(1408, 256), (1000, 200), (4864, 700)])
-def test_wide_mlp_in_parts(I: int, T: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_mlp, "WHOLE", 1 << 20)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_wide_mlp_in_parts(parts: int, I: int, T: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_mlp, "PARTS", parts)
+    monkeypatch.setattr(lora_mlp, "PART", 1)
     torch.manual_seed(0)
     H, B, r = 512, 4, 16
     make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.float64)  # noqa: E731

@@ -6,7 +6,7 @@ from torch.func import grad, vmap
 
 from opake_kernels import launch
 from opake_kernels.activations import ACTIVATIONS
-from opake_kernels.lora import gate_kernels, lora_mlp, lora_mlp_reference, opake_lora_mlp
+from opake_kernels.lora import gate_launch, lora_mlp, lora_mlp_reference, opake_lora_mlp
 
 from .lora_cases import HIDDEN, INTER, TOKENS, adapter, loop, numbers, wide
 
@@ -162,14 +162,24 @@ def test_refusals(device, check_refusals):
     check_refusals(_bound(opake_lora_mlp), args, (0, *ADAPTERS))
 
 
+def in_parts(monkeypatch, parts):
+    monkeypatch.setattr(lora_mlp, "PARTS", parts)
+    monkeypatch.setattr(lora_mlp, "PART", 2)
+
+
 @pytest.mark.parametrize("rows", [(4, TOKENS), (1, 300), (3, TOKENS)])
 @pytest.mark.parametrize("ranks", [RANKS, (2, 65, 3)])
-def test_backward_in_parts(rows, ranks, device, check_op, monkeypatch):
-    monkeypatch.setattr(lora_mlp, "WHOLE", 0)
+@pytest.mark.parametrize("parts", [2, 3])
+def test_backward_in_parts(parts, rows, ranks, device, check_op, monkeypatch):
+    in_parts(monkeypatch, parts)
+    seen, part = [], lora_mlp._part
+    monkeypatch.setattr(lora_mlp, "_part", lambda *given: (seen.append(given[0][0].shape[0]), part(*given))[1])
     args = _case(rows, torch.float32, device, ranks=ranks)
     for i in ADAPTERS:
         args[i] = args[i].expand(rows[0], *args[i].shape)
     _check(check_op, args)
+    assert sum(seen[:parts]) == rows[0] * rows[1]
+    assert seen[:parts] == seen[-parts:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -184,7 +194,7 @@ def test_tiles_that_hang_over_no_edge(rank, dtype, device, check_op):
 @pytest.mark.parametrize("keep", [KEEP, (True, False, True)])
 @pytest.mark.parametrize("ranks", [RANKS, (3, 3, 3)])
 def test_a_group_longer_than_a_chunk(ranks, keep, device, check_op, monkeypatch):
-    monkeypatch.setattr(gate_kernels, "CHUNK", 64)
+    monkeypatch.setattr(gate_launch, "CHUNK", 64)
     diff = (0, *[i for j in range(3) if keep[j] for i in (3 * j + 2, 3 * j + 3)])
     _check(check_op, _case((2, 150), torch.float32, device, ranks=ranks), diff, keep=keep)
 
@@ -204,7 +214,7 @@ def test_the_activation_is_not_kept(device):
 @pytest.mark.parametrize("lead", [(3, TOKENS), (7,), (0,), (2, 3, 4)])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_rematerialised(lead, parts, dtype, device, check_op, monkeypatch):
-    monkeypatch.setattr(lora_mlp, "WHOLE", 0 if parts == 2 else 1 << 40)
+    in_parts(monkeypatch, parts)
     _check(check_op, _case(lead, dtype, device), rematerialise=True)
 
 
@@ -289,7 +299,7 @@ def test_strided_gradient(device):
 
 
 def test_float64_takes_no_kernel(device, monkeypatch):
-    monkeypatch.setattr(gate_kernels, "launch", lambda *a, **k: pytest.fail("a kernel computes in fp32"))
+    monkeypatch.setattr(gate_launch, "launch", lambda *a, **k: pytest.fail("a kernel computes in fp32"))
     _bound(opake_lora_mlp)(*[t.double() for t in _case((3, TOKENS), torch.float32, device)])
     assert launch.HAS_TRITON
 

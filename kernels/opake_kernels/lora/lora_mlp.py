@@ -1,7 +1,7 @@
 """A gated MLP with LoRA on its three projections in one call: down(act(gate(x)) * up(x)).
 
 Kept for backward: x, the adapters by reference, gate and up, and the low-rank rows; the activation is computed again.
-The backward of a large call goes through the rows in two parts, so that at most one more tensor of the size of gate is
+The backward of a large call goes through the rows in parts, so that less than two more tensors of the size of gate are
 alive; with `rematerialise` gate and up are not kept, and made again part by part. Leaves out biases and dropout.
 Sources: Shazeer, "GLU Variants Improve Transformer" (2020); Hu et al., "LoRA" (2021).
 """
@@ -20,18 +20,17 @@ from opake_kernels.launch import uses_triton
 from . import projections
 from .arguments import check_precision, check_projections, leading_axis, takes_twin, with_axis
 from .gate import activated, activated_backward
-from .gate_kernels import MAX_RANK, gate_backward
+from .gate_launch import MAX_RANK, gate_backward, gate_forward
 from .lora_w import lora_w_reference
-from .products import cast, group_product
+from .products import cast, group_product, matmul
 from .projections import Projections, gather
-from .rows import flat_rows, group_count, like_groups, trace, unflat_rows
+from .rows import flat_rows, group_count, like_groups, shares, together, trace, unflat_rows
 
 __all__ = ["lora_mlp_reference", "opake_lora_mlp"]
 
 Weight = torch.Tensor | None
-Part = tuple[slice, slice]
-# bytes of gate above which the backward goes through the rows in parts
-WHOLE = 32 << 20
+# most parts of the backward, and the multiply-adds of a product in one: with fewer its launches cost more than it saves
+PARTS, PART = 3, 2**36
 
 
 def lora_mlp_reference(
@@ -60,14 +59,24 @@ def lora_mlp_reference(
 
 
 def _forward(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    """args: W, A, B of gate, up and down, then groups, scalings, act, fused -> y, a trace, Z, Z of down, gate, up."""
-    *weights, groups, scalings, act, _ = args
+    """args: W, A, B of gate, up and down, then groups, scalings, act, fused -> y, a trace, Z, Z of down, gate, up.
+
+    Where it is fused, gate and up are without their low-rank terms, which are added again wherever they are read.
+    """
+    *weights, groups, scalings, act, fused = args
     inner, outer = _gathered(weights[0::3], weights[1::3], weights[2::3], scalings, groups, x)
-    (gate, up), Z = projections.forward(flat_rows(x), inner, (None, None))
-    (y,), Zd = projections.forward(activated(gate, up, act), outer, (None,))
+    rows = flat_rows(x)
+    Z = projections.low_rank_rows(rows, inner)
+    gate, up = _gate_and_up(rows, Z, inner, fused)
+    h = gate_forward(gate, up, Z, inner.B, group_count(x, groups), act) if fused else activated(gate, up, act)
+    (y,), Zd = projections.forward(h, outer, (None,))
     lead = x.shape[:-1]
     kept = [t.view(*lead, t.shape[1]) for t in (Z, Zd, gate, up)]
     return unflat_rows(y, lead), trace(x, groups), *kept
+
+
+def _gate_and_up(x: torch.Tensor, Z: torch.Tensor, inner: Projections, fused: bool) -> list[torch.Tensor]:
+    return [matmul(x, W.mT) for W in inner.W] if fused else projections.outputs(x, Z, inner, (None, None))
 
 
 def _gathered(
@@ -96,16 +105,18 @@ def _backward(
     lead, G = given.shape[:-1], group_count(given, groups)
     # gate and up stand last; x takes their place where they were not kept
     d, Z, Zd, *both = [flat_rows(t) for t in (given, *rest[10:])]
+    # where they are made again a part holds four such tensors, not two
+    size = PART if both else PART // 2
     both = both or [flat_rows(x)]
     need_a, need_b = need[2::3], need[3::3]
     K = d.new_empty(d.shape[0], inner.A.shape[-1]) if need[0] or any(need_a[:2]) else None
     dX = d.new_empty(d.shape[0], inner.W[0].shape[-1]) if need[0] else None
     sums: list[list[Weight]] = []
     if need[0] or any((*need_a, *need_b[:2])):
-        for first, last, g in _parts(d, G, inner, outer):
+        for first, last, g in _parts(d, G, size, inner, outer):
             part = [None if t is None else t[first:last] for t in (d, Z, K, dX)]
             sums.append(_part(part, [t[first:last] for t in both], g, inner, outer, act, fused))
-    dBg, dBu, dAd = _together(sums, G) if sums else (None, None, None)
+    dBg, dBu, dAd = together(sums, G) if sums else (None, None, None)
     dA = [*projections.factor_gradients(K, None if x is None else flat_rows(x), inner, G, need_a[:2]), dAd]
     dB = [dBg, dBu, group_product(d, Zd, G, outer.dtypes[0][1]).mT if need_b[2] else None]
     out: list[Weight] = [None if dX is None else dX.view(*lead, dX.shape[1])]
@@ -115,19 +126,11 @@ def _backward(
     return out
 
 
-def _parts(d: torch.Tensor, G: int, inner: Projections, outer: Projections) -> list[tuple[int, int, int]]:
-    """(first row, last row, groups) of one part, or two: halves of the groups, or of the rows of a lone group.
-
-    Weights that differ between groups are not split.
-    """
-    N = d.shape[0]
-    if N * inner.W[0].shape[-2] * d.element_size() <= WHOLE or not (inner.shared() and outer.shared()):
-        return [(0, N, G)]
-    if G > 1:
-        half = G // 2 * (N // G)
-        return [(0, half, G // 2), (half, N, G - G // 2)]
-    half = -(-N // 256) * 128
-    return [(0, half, 1), (half, N, 1)]
+def _parts(d: torch.Tensor, G: int, size: int, inner: Projections, outer: Projections) -> list[tuple[int, int, int]]:
+    """`shares` of the rows with products of `size` or more; weights that differ between groups are not split."""
+    (N, hidden), wide = d.shape, inner.W[0].shape[-2]
+    count = min(N * hidden * wide // size, PARTS) if inner.shared() and outer.shared() else 1
+    return shares(N, G, count)
 
 
 def _part(
@@ -144,14 +147,15 @@ def _part(
     both: gate and up, or the input alone, from which they are computed again.
     """
     d, Z, K, dX = rows
-    gate, up = both if len(both) == 2 else projections.outputs(both[0], Z, inner, (None, None))
+    gate, up = both if len(both) == 2 else _gate_and_up(both[0], Z, inner, fused)
     Kd = projections.low_rank_gradients([d], outer)
-    dh = projections.input_gradient([d], Kd, outer)
     if fused:
-        dg = dh
-        du, sums = gate_backward(dh, gate, up, Z, Kd, inner.columns, G, act)
+        dg = matmul(d, outer.W[0])
+        down = outer.A.mT if outer.B[0] is not None else None
+        du, sums = gate_backward(dg, gate, up, Z, Kd, [*inner.B, down], G, act)
         sums = [s if s is None else s.mT for s in sums[:2]] + [sums[2]]
     else:
+        dh = projections.input_gradient([d], Kd, outer)
         H, dg, du = activated_backward(dh, gate, up, act)
         sums = [
             None if B is None else group_product(e, Z[:, inner.columns[j]], G, inner.dtypes[j][1]).mT
@@ -164,16 +168,6 @@ def _part(
             projections.input_gradient((dg, du), K, inner, dX)
     dtypes = inner.dtypes[0][1], inner.dtypes[1][1], outer.dtypes[0][0]
     return [None if s is None else cast(s, dtype) for s, dtype in zip(sums, dtypes, strict=True)]
-
-
-def _together(sums: list[list[Weight]], G: int) -> list[Weight]:
-    """Parts of the groups side by side, parts of a lone group added."""
-    if len(sums) == 1:
-        return sums[0]
-    return [
-        None if a is None or b is None else (torch.cat((a.mT, b.mT)).mT if G > 1 else a + b)
-        for a, b in zip(*sums, strict=True)
-    ]
 
 
 _W, _A, _B = (1, 4, 7), (2, 5, 8), (3, 6, 9)

@@ -27,6 +27,7 @@ __all__ = [
     "gather",
     "input_gradient",
     "low_rank_gradients",
+    "low_rank_rows",
     "outputs",
 ]
 
