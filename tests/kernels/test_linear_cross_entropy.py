@@ -193,6 +193,64 @@ def test_unlikely_labels(chunk, device, assert_errors):
     assert_errors(run(_op(chunk=chunk, reduction="none"), torch.float32), same, exact)
 
 
+@pytest.mark.parametrize("masked", [slice(0, 16), slice(16, 32), slice(0, 36), slice(30, 40)])
+@pytest.mark.parametrize("label", [38, 3])
+@pytest.mark.parametrize("diff", [(0,), (0, 1, 3)], ids=["frozen", "trainable"])
+def test_masked_vocabulary(diff, label, masked, chunk, device):
+    # whole tiles of minus infinity, at the beginning too; where the label is masked its loss is infinite
+    h, w, y, b = _data((4,), 8, 40, device)
+    b[masked] = -torch.inf
+    y[:2] = label
+    data = [h, w, y, b]
+
+    def run(loss):
+        args = [t.detach().requires_grad_(i in diff) for i, t in enumerate(data)]
+        value = loss(*args)
+        return [value.detach(), *torch.autograd.grad(value.sum(), [args[i] for i in diff])]
+
+    got, want = run(_op(chunk=chunk, reduction="none")), run(_twin(reduction="none"))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_tiles_of_a_wide_vocabulary(dtype, device):
+    V, losses = 20000, []
+    h, w, y, b = _data((3,), 8, V, device, dtype)
+    b[:16384], y[:] = -torch.inf, torch.tensor([10, V - 1, 17000], device=device)
+    for loss in (_op(reduction="none"), _twin(reduction="none")):
+        x = h.detach().requires_grad_()
+        value = loss(x, w, y, b)
+        losses.append((value.detach(), *torch.autograd.grad(value.sum(), x)))
+    assert losses[0][0][0] == torch.inf
+    torch.testing.assert_close(*losses, rtol=2e-2, atol=2e-2)
+
+
+def test_per_example_head_with_confident_tokens(chunk, device):
+    # logits made again in a product of another size are rounded otherwise; the softmax must be of the same ones
+    h, w = torch.randn(8, 2, 256, device=device), torch.randn(300, 256, device=device) * 0.05
+    y = torch.randint(0, 300, (8, 2), device=device)
+    h = h + w[y] / w[y].square().sum(-1, keepdim=True) * torch.rand(8, 2, 1, device=device) * 300
+    exact, same, got = (
+        vmap(grad(lambda w, h, y, loss=loss: loss(h, w, y)), (None, 0, 0))(w.to(dtype), h.to(dtype), y)
+        for loss, dtype in (
+            (_twin(reduction="sum"), torch.float64),
+            (_twin(reduction="sum"), torch.float32),
+            (_op(chunk=chunk, reduction="sum"), torch.float32),
+        )
+    )
+    ours, torchs = ((d - exact).abs().max() / h.abs().max() for d in (got, same))
+    assert ours <= 4 * torchs + 1e-6
+
+
+def test_a_scale_of_zero(chunk, device):
+    h, w, y, b = _data((5,), 8, 40, device)
+    for options in ({"logit_scale": 0.0}, {"logit_scale": 0.0, "logit_softcapping": 3.0}):
+        x = h.detach().requires_grad_()
+        value = _op(chunk=chunk, **options)(x, w, y, b)
+        torch.testing.assert_close(value, torch.full_like(value, 40.0).log())
+        assert not torch.autograd.grad(value, x)[0].any()
+
+
 def test_frozen_head_in_chunks_and_out_of_range(small_tiles, device, check, monkeypatch):
     h, w, y, b = _data((20,), 16, 37, device)
     check([h, w, y, b], (0,), None)

@@ -37,16 +37,11 @@ def tile_tokens(R: int, width: int, element_size: int, most_bytes: int) -> int:
 def chunked_pass(head: Head, need: Need, width: int = AUTOMATIC) -> Gradients:
     """See passes.py. Gradients: hidden in the dtype of x; weight and bias in float32, or float64 for float64."""
     parameters = need.weight or need.bias
-    if width == AUTOMATIC and parameters and head.lse is None:
+    if width == AUTOMATIC and parameters:
         return _whole_rows(head, need)
     width = DEFAULT_WIDTH if width == AUTOMATIC else width
-    if head.lse is not None:
-        return _second_sweep(head, need, width, head.lse)
-    first = _first_sweep(head, need.hidden and not parameters, width)
-    if not parameters:
-        return first
-    second = _second_sweep(head, need, width, first.lse)
-    return Gradients(first.loss, first.lse, *second[2:])
+    first, lse = _first_sweep(head, need.hidden and not parameters, width)
+    return _second_sweep(head, need, width, first.loss, lse) if parameters else first
 
 
 def _slices(total: int, step: int) -> Iterator[slice]:
@@ -78,6 +73,11 @@ def _slope(tanh: torch.Tensor) -> torch.Tensor:
     return 1.0 - tanh.square()
 
 
+def _finite_or_zero(top: torch.Tensor) -> torch.Tensor:
+    """The maximum of a row, or 0 while all of its logits were minus infinity, which no difference is taken from."""
+    return torch.where(top == -torch.inf, 0.0, top)
+
+
 def _label_column(labels_R: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """(inside, column): whether a token's label lies in the tile, and where, (R, 1); column 0 if it does not."""
     column = labels_R.long() - columns.start
@@ -93,7 +93,8 @@ def _counted(head: Head, rows: slice, like: torch.Tensor) -> torch.Tensor:
     return scale.masked_fill(labels == head.settings.ignore_index, 0.0)
 
 
-def _first_sweep(head: Head, hidden: bool, width: int) -> Gradients:
+def _first_sweep(head: Head, hidden: bool, width: int) -> tuple[Gradients, torch.Tensor]:
+    """Loss and gradient of x; and the logsumexp as (R, 2), the largest logit and the log of the sum against it."""
     x = head.x
     R, wide = x.shape[0], accumulator_dtype(x.dtype)
     loss = torch.empty(R, dtype=wide, device=x.device)
@@ -107,7 +108,7 @@ def _first_sweep(head: Head, hidden: bool, width: int) -> Gradients:
         loss[rows], lse[rows], found = _sweep_rows(head, rows, hidden, width, columns)
         if dx is not None:
             dx[rows] = found
-    return Gradients(loss, lse, dx)
+    return Gradients(loss, dx), lse
 
 
 def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: torch.Tensor | None):
@@ -126,11 +127,12 @@ def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: to
         inside, column = _label_column(labels, columns)
         own = torch.where(inside, z.gather(1, column).squeeze(1), own)
         higher = torch.maximum(top, z.amax(1))
-        z.sub_(higher.unsqueeze(1))
+        before, origin = _finite_or_zero(top), _finite_or_zero(higher)
+        z.sub_(origin.unsqueeze(1))
         if smoothing:
             # of logits less the running maximum, so that a common offset costs no digits
-            total += z.sum(1) if columns.start == 0 else z.sum(1) - columns.start * (higher - top)
-        shrink, top = torch.exp(top - higher), higher
+            total += z.sum(1) - columns.start * (origin - before)
+        shrink, top = torch.exp(top - origin), higher
         z.exp_()
         z.scatter_(1, column, torch.where(inside.unsqueeze(1), 0.0, z.gather(1, column)))
         rest = rest * shrink + z.sum(1)
@@ -159,7 +161,7 @@ def _sweep_rows(head: Head, rows: slice, hidden: bool, width: int, columns_H: to
     return loss, lse.masked_fill_(ignored.unsqueeze(1), 0.0), dx
 
 
-def _second_sweep(head: Head, need: Need, width: int, lse_R2: torch.Tensor) -> Gradients:
+def _second_sweep(head: Head, need: Need, width: int, loss_R: torch.Tensor, lse_R2: torch.Tensor) -> Gradients:
     """Gradients from the finished softmax; the vocabulary outside, so that a tile of dW is summed where it stays."""
     x, w = head.x, head.weight
     (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
@@ -177,7 +179,7 @@ def _second_sweep(head: Head, need: Need, width: int, lse_R2: torch.Tensor) -> G
                 product_into(dx[rows], d, w[columns], first=False)
             if dw is not None:
                 product_into(dw[columns], d.t(), x[rows], first=False)
-    return Gradients(lse_R2[:, 0], lse_R2, None if dx is None else dx.to(x.dtype), dw, db)
+    return Gradients(loss_R, None if dx is None else dx.to(x.dtype), dw, db)
 
 
 def _whole_rows(head: Head, need: Need) -> Gradients:
@@ -185,11 +187,11 @@ def _whole_rows(head: Head, need: Need) -> Gradients:
     x, w, settings = head.x, head.weight, head.settings
     (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
     loss = torch.zeros(R, dtype=wide, device=x.device)
-    lse, every = loss.new_zeros(R, 2), slice(0, V)
+    every = slice(0, V)
     dx = torch.empty_like(x) if need.hidden else None
     dw = torch.zeros(V, H, dtype=wide, device=x.device) if need.weight else None
     db = torch.zeros(V, dtype=wide, device=x.device) if need.bias else None
-    for rows in _slices(R, tile_tokens(R, V, lse.element_size(), ROW_BYTES)):
+    for rows in _slices(R, tile_tokens(R, V, loss.element_size(), ROW_BYTES)):
         z, slope = _logits(head, rows, every, True)
         inside, column = _label_column(head.labels[rows], every)
         own, ignored = z.gather(1, column).squeeze(1), head.labels[rows] == settings.ignore_index
@@ -201,7 +203,6 @@ def _whole_rows(head: Head, need: Need) -> Gradients:
         d = z.exp_()
         total = d.sum(1)
         log_sum = total.log()
-        lse[rows] = torch.stack((top, log_sum), 1).masked_fill_(ignored.unsqueeze(1), 0.0)
         loss[rows] = (missing + log_sum).masked_fill(~inside, torch.nan).masked_fill(ignored, 0.0)
         _finish_tile(head, rows, d.div_(total.unsqueeze(1)), inside, column, slope)
         if db is not None:
@@ -213,7 +214,7 @@ def _whole_rows(head: Head, need: Need) -> Gradients:
             dx[rows] = part
         if dw is not None:
             product_into(dw, d.t(), x[rows], first=rows.start == 0)
-    return Gradients(loss, lse, dx, dw, db)
+    return Gradients(loss, dx, dw, db)
 
 
 def _tile_gradient(head: Head, rows: slice, columns: slice, lse_R2: torch.Tensor) -> torch.Tensor:

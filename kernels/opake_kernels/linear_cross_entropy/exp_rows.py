@@ -14,7 +14,7 @@ import torch
 from opake_kernels.cross_entropy import CrossEntropySettings
 from opake_kernels.launch import cdiv, jit, launch, next_power_of_2, tl
 from opake_kernels.precise import precise_exp, precise_log
-from opake_kernels.row_softmax import cap_scale, cap_scale_grad
+from opake_kernels.row_softmax import cap_scale, cap_scale_grad, finite_or_zero
 
 __all__ = ["exp_rows_", "finish_rows"]
 
@@ -38,11 +38,12 @@ def _exp_tile(
             tl.store(base + back + lane, done * shrink)
         m = top
     # 16-bit logits do not carry what the precise form adds
-    e = precise_exp(z - m) if x.dtype == tl.float32 else tl.exp(z - m)
+    z = z - finite_or_zero(m)  # pyright: ignore
+    e = precise_exp(z) if x.dtype == tl.float32 else tl.exp(z)
     e = tl.where(lane == y - at, 0.0, e)
     total += e
     if CAP:
-        e *= cap_scale_grad(x, 1.0, cap / scale, CAP)
+        e *= cap_scale_grad(x.to(tl.float32) * scale, 1.0, cap, CAP)
     if MASKED:
         tl.store(base + at + lane, e, mask=inside)
     else:
@@ -52,7 +53,7 @@ def _exp_tile(
 
 @jit
 def linear_cross_entropy_exp_kernel(
-    Z, Y, LOSS, LSE, FACTOR, LABEL, stride, V, ignore, scale, cap,
+    Z, Y, LOSS, FACTOR, LABEL, stride, V, ignore, scale, cap,
     LIMIT: tl.constexpr, CAP: tl.constexpr, W: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """One row a program. FACTOR: what the product is to be multiplied by; LABEL: the coefficient of the label's row."""
@@ -66,8 +67,6 @@ def linear_cross_entropy_exp_kernel(
         for at in range(0, V, B):
             tl.store(base + at + lane, tl.zeros((B,), tl.float32), mask=at + lane < V)
         tl.store(LOSS + row, 0.0)
-        tl.store(LSE + 2 * row, 0.0)
-        tl.store(LSE + 2 * row + 1, 0.0)
         tl.store(FACTOR + row, 0.0)
         tl.store(LABEL + row, 0.0)
     else:
@@ -96,8 +95,6 @@ def linear_cross_entropy_exp_kernel(
         # against the largest logit, from which m may be far: the log of a large sum has no digits to spare
         log_s = precise_log(s * precise_exp(m - most))
         tl.store(LOSS + row, tl.where(valid, (most - own) + log_s, float("nan")))
-        tl.store(LSE + 2 * row, most)
-        tl.store(LSE + 2 * row + 1, log_s)
         tl.store(FACTOR + row, tl.where(valid, scale / s, float("nan")))
         tl.store(LABEL + row, -rest / s * cap_scale_grad(label, scale, cap, CAP))
 
@@ -119,23 +116,23 @@ def exp_rows_(
     z_RV: torch.Tensor,
     labels_R: torch.Tensor,
     loss_R: torch.Tensor,
-    lse_R2: torch.Tensor,
     factor_R: torch.Tensor,
     label_R: torch.Tensor,
     settings: CrossEntropySettings,
 ) -> None:
-    """Turn logits into exponentials in place; fill loss, the two parts of lse, and factor and label for `finish_rows`.
+    """Turn logits into exponentials in place; fill loss, and factor and label for `finish_rows`.
 
     z_RV: rows aligned to 16 bytes, last stride 1; the rest contiguous and float32, labels apart.
     """
     R, V = z_RV.shape
     W = 16 // z_RV.element_size()
-    # 32 columns of 16 bits a thread: the maximum of a tile, for which all wait, is taken once for many
-    T = min(2048, max(32, next_power_of_2(V // W)))
+    # 32 columns of 16 bits a thread: the maximum of a tile, for which all wait, is taken once for many; the slope of a
+    # soft cap needs registers that 16 warps do not have
+    T = min(1024 if settings.softcap else 2048, max(32, next_power_of_2(V // W)))
     # sums of products of up to e^60 stay far below the largest float32, and e^8 below the largest float16
     limit = 8.0 if z_RV.dtype == torch.float16 else 60.0
     launch(
-        linear_cross_entropy_exp_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R2, factor_R, label_R, z_RV.stride(0),
+        linear_cross_entropy_exp_kernel, (R,), z_RV, z_RV, labels_R, loss_R, factor_R, label_R, z_RV.stride(0),
         V, settings.ignore_index, settings.scale, settings.softcap,
         LIMIT=limit, CAP=bool(settings.softcap), W=W, B=T * W, num_warps=max(T // 128, 1),
     )  # fmt: skip

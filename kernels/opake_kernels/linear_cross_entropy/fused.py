@@ -46,7 +46,7 @@ def _buffer(tokens: int, V: int, like: torch.Tensor) -> torch.Tensor:
 
 def fused_pass(head: Head, need: Need) -> Gradients:
     """See passes.py. Gradients: hidden in the dtype of x; weight and bias in float32."""
-    frozen = need == (True, False, False) and head.lse is None and head.scale is None
+    frozen = need == (True, False, False) and head.scale is None
     return _one_read(head) if frozen and head.settings.smoothing == 0.0 else _two_reads(head, need)
 
 
@@ -76,22 +76,20 @@ def _one_read(head: Head) -> Gradients:
     x, w, labels = head.x, head.weight, head.labels
     R, H = x.shape
     loss, factor, label = torch.empty(3, R, dtype=torch.float32, device=x.device).unbind()
-    lse = loss.new_empty(R, 2)
     dx = torch.empty(R, H, dtype=x.dtype, device=x.device)
     product = _sums(chunk_tokens(R, w.shape[0], x.element_size()), H, x)
     for rows, z in _chunks(head):
-        exp_rows_(z, labels[rows], loss[rows], lse[rows], factor[rows], label[rows], head.settings)
+        exp_rows_(z, labels[rows], loss[rows], factor[rows], label[rows], head.settings)
         part = product[: len(z)]
         product_into(part, z, w, first=True)
         finish_rows(part, dx[rows], w, labels[rows], factor[rows], label[rows])
-    return Gradients(loss, lse, dx)
+    return Gradients(loss, dx)
 
 
 def _two_reads(head: Head, need: Need) -> Gradients:
     x, w = head.x, head.weight
     (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
     loss = torch.empty(R, dtype=wide, device=x.device)
-    lse = loss.new_empty(R, 2) if head.lse is None else head.lse
     dx = torch.empty(R, H, dtype=x.dtype, device=x.device) if need.hidden else None
     product = None if dx is None or wide == x.dtype else _sums(chunk_tokens(R, V, x.element_size(), need.weight), H, x)
     # the first chunk writes it
@@ -100,8 +98,7 @@ def _two_reads(head: Head, need: Need) -> Gradients:
     db = torch.zeros(V, dtype=wide, device=x.device) if need.bias else None
     for rows, z in _chunks(head, need.weight):
         softmax_grad_(
-            z, head.labels[rows], loss[rows], lse[rows], head.settings,
-            gradient=any(need), known=head.lse is not None,
+            z, head.labels[rows], loss[rows], head.settings, gradient=any(need),
             scale_R=None if head.scale is None else head.scale[rows],
         )  # fmt: skip
         if dx is not None:
@@ -113,4 +110,4 @@ def _two_reads(head: Head, need: Need) -> Gradients:
             product_into(dw, z.t(), x[rows], first=rows.start == 0)
         if db is not None:
             db += z.sum(0, dtype=wide)
-    return Gradients(loss, lse, dx, dw, db)
+    return Gradients(loss, dx, dw, db)

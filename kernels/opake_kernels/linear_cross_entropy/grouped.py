@@ -31,19 +31,16 @@ def run(
     groups: int,
     plan: Plan,
     need: Need,
-    lse: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> Gradients:
-    """Losses, lse and the gradients that `need` names, in the shapes of the arguments.
+    """Losses and the gradients that `need` names, in the shapes of the arguments.
 
-    hidden (*groups, ..., H), labels and scale (*groups, ...), lse (*groups, ..., 2), weight (*groups or ones, V, H),
-    bias alike. The gradients of weight and bias have all groups full: of one group in fp32, of more in the dtype of the
-    weight.
+    hidden (*groups, ..., H), labels and scale (*groups, ...), weight (*groups or ones, V, H), bias alike. The gradients
+    of weight and bias have all groups full: of one group in fp32, of more in the dtype of the weight.
     """
     G, lead = fold_groups(hidden, groups), hidden.shape[:groups]
     x = fold_rows(hidden, groups)
-    sizes = (x.shape[:2], (*x.shape[:2], 2), x.shape[:2])
-    rows = [None if t is None else t.reshape(s).contiguous() for t, s in zip((labels, lse, scale), sizes, strict=True)]
+    rows = [None if t is None else t.reshape(x.shape[:2]).contiguous() for t in (labels, scale)]
     w, b = _folded(weight, groups, hidden), None if bias is None else _folded(bias, groups, hidden)
     shared = len(w) == 1 and (b is None or len(b) == 1)
     summed = need.weight or need.bias
@@ -54,7 +51,6 @@ def run(
         found = _in_turn(x, w, b, rows, plan, need)
     return Gradients(
         found.loss.reshape(labels.shape),
-        found.lse.reshape(*labels.shape, 2),
         None if found.hidden is None else found.hidden.reshape(hidden.shape),
         None if found.weight is None else found.weight.reshape(*lead, *weight.shape[groups:]),
         None if found.bias is None else found.bias.reshape(*lead, weight.shape[-2]),
@@ -68,22 +64,22 @@ def _folded(w: torch.Tensor, groups: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _pass(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, rows: list, plan: Plan, need: Need) -> Gradients:
-    labels, lse, scale = rows
-    head = Head(x, w, b, labels, plan.loss, lse, scale)
+    labels, scale = rows
+    head = Head(x, w, b, labels, plan.loss, scale)
     return chunked_pass(head, need, plan.width) if plan.width else fused_pass(head, need)
 
 
 def _in_turn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, rows: list, plan: Plan, need: Need) -> Gradients:
     (G, R, H), V = x.shape, w.shape[1]
     wide = accumulator_dtype(x.dtype)
-    loss, lse = x.new_zeros(G, R, dtype=wide), x.new_zeros(G, R, 2, dtype=wide)
+    loss = x.new_zeros(G, R, dtype=wide)
     sizes = ((G, R, H), (G, V, H), (G, V))
     gradients = [x.new_empty(size) if wanted else None for size, wanted in zip(sizes, need, strict=True)]
     for g in range(G):
         mine = [None if t is None else t[g] for t in rows]
         found = _pass(x[g], w[g % len(w)], None if b is None else b[g % len(b)], mine, plan, need)
-        loss[g], lse[g] = found.loss, found.lse
-        for place, gradient in zip(gradients, found[2:], strict=True):
+        loss[g] = found.loss
+        for place, gradient in zip(gradients, found[1:], strict=True):
             if place is not None and gradient is not None:
                 place[g] = gradient
-    return Gradients(loss, lse, *gradients)
+    return Gradients(loss, *gradients)

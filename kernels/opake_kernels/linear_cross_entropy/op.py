@@ -2,9 +2,9 @@
 
 Where backward only has to scale what forward can compute - the gradient of the hidden states always, that of weight and
 bias for a reduced loss - forward computes it together with the loss: no logit is computed twice. Left for backward, at
-the price of computing the logits again, are the gradients of weight and bias when each token has an incoming gradient
-of its own, and for each example: they would be held from forward to backward. Which gradients may be asked for is read
-from the arguments, at every transform level. The work is done by fused.py and chunked.py.
+the price of computing the logits and their softmax again, are the gradients of weight and bias when each token has an
+incoming gradient of its own, and for each example: they would be held from forward to backward. Which gradients may be
+asked for is read from the arguments, at every transform level. The work is done by fused.py and chunked.py.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 
 def _forward_eager(hidden: Any, weight: Any, bias: Any, labels: Any, _anchor: Any, groups: int, plan: Plan) -> Any:
     found = run(hidden, weight, bias, labels, groups, plan, plan.eager)
-    gradients = [_kept(d, hidden, groups) for d in found[2:]]
+    gradients = [_kept(d, hidden, groups) for d in found[1:]]
     return *_reduced(found.loss, labels, groups, plan.loss), *gradients
 
 
@@ -95,17 +95,17 @@ def _backward_eager(grads: Any, saved: Any, need: Any, groups: int, plan: Plan) 
 
 def _forward_lazy(hidden: Any, weight: Any, bias: Any, labels: Any, groups: int, plan: Plan) -> Any:
     found = run(hidden, weight, bias, labels, groups, plan, Need(plan.eager.hidden))
-    return *_reduced(found.loss, labels, groups, plan.loss), _kept(found.hidden, hidden, groups), found.lse
+    return *_reduced(found.loss, labels, groups, plan.loss), _kept(found.hidden, hidden, groups)
 
 
 def _backward_lazy(grads: Any, saved: Any, need: Any, groups: int, plan: Plan) -> Any:
-    (g,), (hidden, weight, bias, labels, factor, dx, lse) = grads, saved
+    (g,), (hidden, weight, bias, labels, factor, dx) = grads, saved
     scale = g if plan.loss.reduction == "none" else _over_tokens(g * factor, labels)
     ready = plan.eager.hidden
     asked = Need(need[0] and not ready, need[1], need[2])
-    found = run(hidden, weight, bias, labels, groups, plan, asked, lse, scale) if any(asked) else Gradients(lse, lse)
+    found = run(hidden, weight, bias, labels, groups, plan, asked, scale) if any(asked) else Gradients(factor)
     dx = _scaled(dx, scale, hidden.dtype) if ready and need[0] else found.hidden
-    return [dx, *[None if d is None else d.to(hidden.dtype) for d in found[3:]], None]
+    return [dx, *[None if d is None else d.to(hidden.dtype) for d in found[2:]], None]
 
 
 def _outline_eager(hidden: Any, weight: Any, bias: Any, labels: Any, _anchor: Any, groups: int, plan: Plan) -> Any:
@@ -120,8 +120,7 @@ def _outline_eager(hidden: Any, weight: Any, bias: Any, labels: Any, _anchor: An
 
 def _outline_lazy(hidden: Any, weight: Any, bias: Any, labels: Any, groups: int, plan: Plan) -> Any:
     frozen = Plan(plan.loss, plan.width, Need(plan.eager.hidden))
-    loss, factor, dx, *_ = _outline_eager(hidden, weight, bias, labels, None, groups, frozen)
-    return [loss, factor, dx, ((*labels.shape, 2), loss[1])]
+    return _outline_eager(hidden, weight, bias, labels, None, groups, frozen)[:3]
 
 
 _ROLES = (ROWS, SHARED, SHARED, ROWS)
@@ -143,8 +142,8 @@ _lazy_loss = function_pair(
     backward=_backward_lazy,
     roles=_ROLES,
     save_inputs=(0, 1, 2, 3),
-    save_outputs=(1, 2, 3),
-    stats=3,
+    save_outputs=(1, 2),
+    stats=2,
     outline=_outline_lazy,
 )
 
@@ -173,7 +172,7 @@ def opake_linear_cross_entropy_loss(
     where a gradient of the weight is summed) and the chunked one elsewhere; True or a number of vocabulary columns, the
     widest tile, forces the chunked one. Gradients are summed in fp32. A frozen head costs two matrix products, forward
     and backward together, and a trainable one three (four in tiles of a given width); under vmap a gradient of the
-    weight is (V, H) for each example, at four.
+    weight is (V, H) for each example, at four (five).
 
     Raises TypeError (dtype), ValueError (shape, device, settings). A label out of range is a ValueError where looking
     costs no device read, else the loss of its token is NaN. Double backward and forward mode raise RuntimeError.

@@ -36,10 +36,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The arguments of a pass: x (R, H), weight (V, H), bias (V), labels and scale (R), lse (R, 2).
+    """The arguments of a pass: x (R, H), weight (V, H), bias (V), labels and scale (R).
 
-    `lse` is the result of an earlier pass over the same tokens, where there was one: the largest logit, and the log of
-    the sum of exponentials against it. In one number the two would lose digits to a common offset of the logits.
+    No pass is told what an earlier one over the same tokens found: the library may round a logit otherwise in a product
+    of another size, and a softmax that is not the one of these logits gives a confident token a gradient it has not.
     """
 
     x: torch.Tensor
@@ -47,18 +47,16 @@ class Head:
     bias: torch.Tensor | None
     labels: torch.Tensor
     settings: CrossEntropySettings
-    lse: torch.Tensor | None = None
     scale: torch.Tensor | None = None
 
 
 class Gradients(NamedTuple):
-    """Results of a pass: loss (R), lse (R, 2), hidden (R, H) in the dtype of x, weight (V, H) and bias (V) in fp32.
+    """Results of a pass: loss (R), hidden (R, H) in the dtype of x, weight (V, H) and bias (V) in fp32.
 
     float64 arguments give float64 throughout.
     """
 
     loss: torch.Tensor
-    lse: torch.Tensor
     hidden: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""One launch over rows of logits: loss and logsumexp of each token, and the gradient written over the logits.
+"""One launch over rows of logits: the loss of each token, and the gradient written over the logits.
 
 A row is read twice and written once. Only a buffer that nobody else holds may be handed in.
 """
@@ -16,11 +16,11 @@ __all__ = ["softmax_grad_"]
 
 @jit
 def linear_cross_entropy_kernel(
-    Z, Y, LOSS, LSE, G, stride, V, ignore, scale, cap, smoothing,
-    CAP: tl.constexpr, SMOOTH: tl.constexpr, GRAD: tl.constexpr, KNOWN: tl.constexpr, SCALED: tl.constexpr,
+    Z, Y, LOSS, G, stride, V, ignore, scale, cap, smoothing,
+    CAP: tl.constexpr, SMOOTH: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr,
     T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """One row a program; rows begin at multiples of 16 bytes. KNOWN: lse is given; SCALED: the gradient is times G."""
+    """One row a program; rows begin at multiples of 16 bytes. SCALED: the gradient is times G."""
     row = tl.program_id(0).to(tl.int64)
     start = row * stride
     y = tl.load(Y + row)
@@ -29,28 +29,20 @@ def linear_cross_entropy_kernel(
     whole = V // (T * W) * (T * W)
     if y == ignore:
         tl.store(LOSS + row, 0.0)
-        tl.store(LSE + 2 * row, 0.0)
-        tl.store(LSE + 2 * row + 1, 0.0)
         if GRAD:
             for at in range(0, V, T * W):
                 tl.store(base + at + lane, tl.zeros((T * W,), tl.float32), mask=at + lane < V)
     else:
         valid = (y >= 0) & (y < V)
         z = cap_scale(tl.load(Z + start + tl.where(valid, y, 0)), scale, cap, CAP)
-        if KNOWN:
-            top = tl.load(LSE + 2 * row)
-            log_sum = tl.load(LSE + 2 * row + 1)
-        else:
-            origin = finite_or_zero(z)  # pyright: ignore
-            top, log_sum, total = row_log_softmax_parts(  # pyright: ignore
-                Z, start, V, scale, cap, CAP, SMOOTH, T, W, origin
-            )
-            loss = top - z
-            if SMOOTH:
-                loss -= smoothing * (total / V)
-            tl.store(LOSS + row, tl.where(valid, loss + log_sum, float("nan")))
-            tl.store(LSE + 2 * row, top)
-            tl.store(LSE + 2 * row + 1, log_sum)
+        origin = finite_or_zero(z)  # pyright: ignore
+        top, log_sum, total = row_log_softmax_parts(  # pyright: ignore
+            Z, start, V, scale, cap, CAP, SMOOTH, T, W, origin
+        )
+        loss = top - z
+        if SMOOTH:
+            loss -= smoothing * (total / V)
+        tl.store(LOSS + row, tl.where(valid, loss + log_sum, float("nan")))
         if GRAD:
             g = 1.0
             if SCALED:
@@ -70,23 +62,21 @@ def softmax_grad_(
     z_RV: torch.Tensor,
     labels_R: torch.Tensor,
     loss_R: torch.Tensor,
-    lse_R2: torch.Tensor,
     settings: CrossEntropySettings,
     *,
     gradient: bool,
-    known: bool = False,
     scale_R: torch.Tensor | None = None,
 ) -> None:
-    """Fill loss_R and lse_R2 (which is read instead with `known`), and turn z_RV into its gradient if asked.
+    """Fill loss_R, and turn z_RV into its gradient if asked.
 
-    z_RV: rows aligned to 16 bytes, last stride 1; labels_R, loss_R, lse_R2, scale_R contiguous.
+    z_RV: rows aligned to 16 bytes, last stride 1; labels_R, loss_R, scale_R contiguous.
     """
     R, V = z_RV.shape
     W = 16 // z_RV.element_size()
     T = min(1024, max(32, next_power_of_2(V // W)))
     launch(
-        linear_cross_entropy_kernel, (R,), z_RV, z_RV, labels_R, loss_R, lse_R2, lse_R2 if scale_R is None else scale_R,
+        linear_cross_entropy_kernel, (R,), z_RV, z_RV, labels_R, loss_R, loss_R if scale_R is None else scale_R,
         z_RV.stride(0), V, settings.ignore_index, settings.scale, settings.softcap, settings.smoothing,
-        CAP=bool(settings.softcap), SMOOTH=bool(settings.smoothing), GRAD=gradient, KNOWN=known,
+        CAP=bool(settings.softcap), SMOOTH=bool(settings.smoothing), GRAD=gradient,
         SCALED=scale_R is not None, T=T, W=W, num_warps=max(T // 64, 1),
     )  # fmt: skip
