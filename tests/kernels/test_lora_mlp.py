@@ -199,6 +199,29 @@ def test_a_group_longer_than_a_chunk(ranks, keep, device, check_op, monkeypatch)
     _check(check_op, _case((2, 150), torch.float32, device, ranks=ranks), diff, keep=keep)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_scaling_of_zero(own, dtype, device, check_op):
+    args = _case((3, TOKENS), dtype, device)
+    for i in ADAPTERS:
+        args[i] = torch.stack([args[i] * (1 + b * own) for b in range(3)])
+    _check(check_op, args, scales=(0.0, 0.9, 0.0))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("rows", [3, 15, 16, 17])
+def test_an_infinite_factor_stays_where_it_is(rows, device):
+    # the clamp of gpt_oss hides it; the rows that fill a tile are zeros, and zero times infinity is not
+    args = _case((rows,), torch.float32, device)
+    args[6][0, 1] = torch.inf
+    leaves = [t.detach().requires_grad_(i in (3, 8)) for i, t in enumerate(args)]
+    found = []
+    for op in (opake_lora_mlp, lora_mlp_reference):
+        y = _bound(op, "gpt_oss")(*leaves)
+        found.append([t.isfinite() for t in (y, *torch.autograd.grad(y.sum(), (leaves[3], leaves[8])))])
+    assert all(torch.equal(ours, stock) for ours, stock in zip(*found, strict=True))
+
+
 def test_the_activation_is_not_kept(device):
     args = _case((3, TOKENS), torch.float32, device)
     leaves = [t.detach().requires_grad_(i == 0 or i in ADAPTERS) for i, t in enumerate(args)]

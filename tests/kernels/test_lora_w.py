@@ -212,6 +212,7 @@ BAD = [
     ((X, W, A, B.mT, 1.0), ValueError, r"B has shape \(3, 2\), expected \(rank, out\) = \(2, 3\)"),
     ((X, W, A.expand(3, 4, 2), B, 1.0), ValueError, r"A has shape \(3, 4, 2\), so its first dimension is an example"),
     ((X, W, A, None, 1.0), ValueError, "A and B must be given together"),
+    ((X, W, A[:, :0], B[:0], 1.0), ValueError, r"A has shape \(4, 0\), a rank of 0; give None for A and B"),
     ((X, W, A, B, 1.0, torch.ones(4)), ValueError, r"b has shape \(4,\), expected \(3,\)"),
     ((X, W.half(), A, B, 1.0), TypeError, r"torch\.float32 and torch\.float16"),
     ((X.long(), W, A, B, 1.0), TypeError, r"X must be floating point, got torch\.int64"),

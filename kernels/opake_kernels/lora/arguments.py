@@ -57,6 +57,8 @@ def _check_adapter(
         raise ValueError(f"{op}: A{suffix} has shape {a}, expected (hidden, rank) with hidden {W.shape[1]}")
     if B.dim() not in (2, 3) or b[-2:] != (a[-1], W.shape[0]):
         raise ValueError(f"{op}: B{suffix} has shape {b}, expected (rank, out) = {(a[-1], W.shape[0])}")
+    if not a[-1]:
+        raise ValueError(f"{op}: A{suffix} has shape {a}, a rank of 0; give None for A and B without an adapter")
     for name, tensor in (("A", A), ("B", B)):
         if tensor.dim() == 3 and (X.dim() < 2 or tensor.shape[0] not in (1, X.shape[0])):
             raise ExampleAxisError(

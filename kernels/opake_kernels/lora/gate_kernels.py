@@ -154,6 +154,8 @@ def gate_backward_kernel(
         else:
             tl.store(D + here + inside, dg, mask=mask)
             tl.store(DU + here + inside, du, mask=mask)
+            # rows beyond the group are zeros, which an infinite factor makes NaN
+            h, dg, du = tl.where(mask, h, 0.0), tl.where(mask, dg, 0.0), tl.where(mask, du, 0.0)
         if WIDEN:
             h, dg, du = h.to(tl.float32), dg.to(tl.float32), du.to(tl.float32)
         if RG:

@@ -47,6 +47,9 @@ def matmul_add_(
     out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, *, alpha: float = 1.0, beta: float = 1.0
 ) -> torch.Tensor:
     """out = beta * out + alpha * x @ w, into `out` (N, n) with rows at one stride; beta 0 ignores what was there."""
+    if alpha == 0.0:
+        # torch's batched product leaves `out` unwritten for alpha and beta 0 in bf16 on a CPU
+        return out.zero_() if beta == 0.0 else out.mul_(beta)
     if w.dim() == 2:
         return out.addmm_(x, w, alpha=alpha, beta=beta)
     G = w.shape[0]
