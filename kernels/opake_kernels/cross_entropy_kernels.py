@@ -7,7 +7,7 @@ a run of tiles backward. Rows may begin at any address (row_softmax.py). Leaves 
 from __future__ import annotations
 
 from .launch import jit, tl
-from .row_softmax import aligned_start, cap_scale, finite_or_zero, row_log_softmax_parts, softmax_grad
+from .row_softmax import aligned_start, row_loss, softmax_grad
 
 __all__ = ["cross_entropy_bwd_kernel", "cross_entropy_fwd_kernel", "cross_entropy_reduce_kernel"]
 
@@ -25,17 +25,10 @@ def cross_entropy_fwd_kernel(
         tl.store(LSE + row * 2 + tl.arange(0, 2), tl.zeros((2,), tl.float32))
     else:
         start = (row // inner) * outer + (row % inner) * step
-        valid = (y >= 0) & (y < V)
-        z = cap_scale(tl.load(L + start + tl.where(valid, y, 0)), scale, cap, CAP)
-        origin = finite_or_zero(z)  # pyright: ignore
-        top, log_sum, total = row_log_softmax_parts(  # pyright: ignore
-            L, start, V, scale, cap, CAP, SMOOTH, T, W, origin
+        _, loss, top, log_sum = row_loss(  # pyright: ignore
+            L, start, y, V, scale, cap, smoothing, CAP, SMOOTH, T, W
         )
-        loss = top - z
-        if SMOOTH:
-            loss -= smoothing * (total / V)
-        loss += log_sum
-        tl.store(LOSS + row, tl.where(valid, loss, float("nan")))
+        tl.store(LOSS + row, loss)
         tl.store(LSE + row * 2, top)
         tl.store(LSE + row * 2 + 1, log_sum)
 

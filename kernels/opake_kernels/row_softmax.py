@@ -20,6 +20,7 @@ __all__ = [
     "finite_or_zero",
     "grad_tile",
     "row_log_softmax_parts",
+    "row_loss",
     "row_tile",
     "softmax_grad",
 ]
@@ -112,6 +113,24 @@ def row_log_softmax_parts(
     top = tl.max(m, 0)
     safe = tl.where(top == -float("inf"), 0.0, top)
     return safe, precise_log(tl.sum(s * precise_exp(m - safe), 0)), tl.sum(total, 0)
+
+
+@jit
+def row_loss(
+    L, start, y, V, scale, cap, smoothing,
+    CAP: tl.constexpr, SMOOTH: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """(valid, loss, top, log_sum): whether y is a column, the loss for it (NaN if not), the logsumexp in parts."""
+    valid = (y >= 0) & (y < V)
+    z = cap_scale(tl.load(L + start + tl.where(valid, y, 0)), scale, cap, CAP)
+    origin = finite_or_zero(z)  # pyright: ignore
+    top, log_sum, total = row_log_softmax_parts(  # pyright: ignore
+        L, start, V, scale, cap, CAP, SMOOTH, T, W, origin
+    )
+    loss = top - z
+    if SMOOTH:
+        loss -= smoothing * (total / V)
+    return valid, tl.where(valid, loss + log_sum, float("nan")), top, log_sum
 
 
 @jit

@@ -55,11 +55,10 @@ def _sums(tokens: int, H: int, like: torch.Tensor) -> torch.Tensor:
     return torch.empty(tokens, H, dtype=accumulator_dtype(like.dtype), device=like.device)
 
 
-def _chunks(head: Head, weight: bool = False) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(tokens, their logits in a buffer that the next chunk takes over)."""
+def _chunks(head: Head, size: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(`size` tokens, their logits in a buffer that the next chunk takes over)."""
     x, w, bias = head.x, head.weight, head.bias
     R, V = x.shape[0], w.shape[0]
-    size = chunk_tokens(R, V, x.element_size(), weight)
     buffer = _buffer(size, V, x)
     for start in range(0, R, size):
         rows = slice(start, min(start + size, R))
@@ -77,8 +76,9 @@ def _one_read(head: Head) -> Gradients:
     R, H = x.shape
     loss, factor, label = torch.empty(3, R, dtype=torch.float32, device=x.device).unbind()
     dx = torch.empty(R, H, dtype=x.dtype, device=x.device)
-    product = _sums(chunk_tokens(R, w.shape[0], x.element_size()), H, x)
-    for rows, z in _chunks(head):
+    size = chunk_tokens(R, w.shape[0], x.element_size())
+    product = _sums(size, H, x)
+    for rows, z in _chunks(head, size):
         exp_rows_(z, labels[rows], loss[rows], factor[rows], label[rows], head.settings)
         part = product[: len(z)]
         product_into(part, z, w, first=True)
@@ -91,12 +91,13 @@ def _two_reads(head: Head, need: Need) -> Gradients:
     (R, H), V, wide = x.shape, w.shape[0], accumulator_dtype(x.dtype)
     loss = torch.empty(R, dtype=wide, device=x.device)
     dx = torch.empty(R, H, dtype=x.dtype, device=x.device) if need.hidden else None
-    product = None if dx is None or wide == x.dtype else _sums(chunk_tokens(R, V, x.element_size(), need.weight), H, x)
+    size = chunk_tokens(R, V, x.element_size(), need.weight)
+    product = None if dx is None or wide == x.dtype else _sums(size, H, x)
     # the first chunk writes it
     make = torch.empty if R else torch.zeros
     dw = make(V, H, dtype=wide, device=x.device) if need.weight else None
     db = torch.zeros(V, dtype=wide, device=x.device) if need.bias else None
-    for rows, z in _chunks(head, need.weight):
+    for rows, z in _chunks(head, size):
         softmax_grad_(
             z, head.labels[rows], loss[rows], head.settings, gradient=any(need),
             scale_R=None if head.scale is None else head.scale[rows],

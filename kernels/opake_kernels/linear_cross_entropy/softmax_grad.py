@@ -9,7 +9,7 @@ import torch
 
 from opake_kernels.cross_entropy import CrossEntropySettings
 from opake_kernels.launch import jit, launch, next_power_of_2, tl
-from opake_kernels.row_softmax import cap_scale, finite_or_zero, row_log_softmax_parts, softmax_grad
+from opake_kernels.row_softmax import row_loss, softmax_grad
 
 __all__ = ["softmax_grad_"]
 
@@ -33,16 +33,10 @@ def linear_cross_entropy_kernel(
             for at in range(0, V, T * W):
                 tl.store(base + at + lane, tl.zeros((T * W,), tl.float32), mask=at + lane < V)
     else:
-        valid = (y >= 0) & (y < V)
-        z = cap_scale(tl.load(Z + start + tl.where(valid, y, 0)), scale, cap, CAP)
-        origin = finite_or_zero(z)  # pyright: ignore
-        top, log_sum, total = row_log_softmax_parts(  # pyright: ignore
-            Z, start, V, scale, cap, CAP, SMOOTH, T, W, origin
+        valid, loss, top, log_sum = row_loss(  # pyright: ignore
+            Z, start, y, V, scale, cap, smoothing, CAP, SMOOTH, T, W
         )
-        loss = top - z
-        if SMOOTH:
-            loss -= smoothing * (total / V)
-        tl.store(LOSS + row, tl.where(valid, loss + log_sum, float("nan")))
+        tl.store(LOSS + row, loss)
         if GRAD:
             g = 1.0
             if SCALED:
