@@ -33,15 +33,12 @@ def gate_forward(
 
     gate, up: (N, I); Z: (N, rg + ru), all contiguous. factors: Bg and Bu, (r, I) or (groups, r, I), None for rank 0.
     """
-    N, C = gate.shape
-    R, h = N // groups if groups else 0, torch.empty_like(gate)
+    h = torch.empty_like(gate)
     ranks, given, steps = _factors(factors, gate)
-    NB, size = cdiv(C, BC), _chunk(SHORT, groups, R, cdiv(C, BC))
-    NC = max(1, cdiv(R, size))
+    R, C, NB, NC, size = sizes = _sizes(gate, groups, SHORT)
     launch(
-        gate_forward_kernel, (groups * NC * NB,), gate, gate, up, h, Z, *given, R, C, NB, NC, size, Z.stride(0), *steps,
-        *ranks, act.alpha, act.limit, act.offset, **_constants(gate, act, ranks, "GU"),
-        WHOLE=C % BC == 0 and R % BR == 0 and size % BR == 0,
+        gate_forward_kernel, (groups * NC * NB,), gate, gate, up, h, Z, *given, *sizes, Z.stride(0), *steps, *ranks,
+        act.alpha, act.limit, act.offset, **_constants(gate, act, ranks, "GU"), WHOLE=_whole(R, C, size),
     )  # fmt: skip
     return h
 
@@ -61,17 +58,14 @@ def gate_backward(
     D: (N, I), the gradient of the activation less K A^T; the gradient of gate takes its place. gate, up and Z as in
     `gate_forward`. K: (N, rd), contiguous. factors: Bg, Bu and A^T of the down projection.
     """
-    N, C = D.shape
-    R, DU = N // groups if groups else 0, torch.empty_like(D)
+    DU = torch.empty_like(D)
     ranks, given, steps = _factors(factors, D)
-    NB, size = cdiv(C, BC), _chunk(CHUNK, groups, R, cdiv(C, BC))
-    NC = max(1, cdiv(R, size))
+    R, C, NB, NC, size = sizes = _sizes(D, groups, CHUNK)
     sums = [torch.empty(groups * NC, C, r, dtype=torch.float32, device=D.device) if r else None for r in ranks]
     launch(
         gate_backward_kernel, (groups * NC * NB,), D, D, gate, up, DU, Z, K, *given,
-        *(D if s is None else s for s in sums), R, C, NB, NC, size, Z.stride(0), K.stride(0), *steps, *ranks,
-        act.alpha, act.limit, act.within, act.offset,
-        **_constants(D, act, ranks, "GUD"), WHOLE=C % BC == 0 and R % BR == 0 and size % BR == 0,
+        *(D if s is None else s for s in sums), *sizes, Z.stride(0), K.stride(0), *steps, *ranks,
+        act.alpha, act.limit, act.within, act.offset, **_constants(D, act, ranks, "GUD"), WHOLE=_whole(R, C, size),
     )  # fmt: skip
     if NC == 1:
         return DU, sums
@@ -102,8 +96,18 @@ def _constants(x: torch.Tensor, act: Activation, ranks: Sequence[int], names: st
     }
 
 
-def _chunk(size: int, groups: int, R: int, strips: int) -> int:
-    """Rows a program takes: fewer than `size` where that leaves the device with too few programs."""
-    while size > 64 and groups * cdiv(R, size) * strips < PROGRAMS:
+def _sizes(x: torch.Tensor, groups: int, size: int) -> tuple[int, int, int, int, int]:
+    """(rows of a group, columns, strips, chunks of a group, rows of a chunk) of x (N, columns).
+
+    A chunk has `size` rows, or fewer where that leaves the device with too few programs.
+    """
+    N, C = x.shape
+    R, NB = N // groups if groups else 0, cdiv(C, BC)
+    while size > 64 and groups * cdiv(R, size) * NB < PROGRAMS:
         size //= 2
-    return size
+    return R, C, NB, max(1, cdiv(R, size)), size
+
+
+def _whole(R: int, C: int, size: int) -> bool:
+    """Whether no tile hangs over an edge."""
+    return C % BC == 0 and R % BR == 0 and size % BR == 0
