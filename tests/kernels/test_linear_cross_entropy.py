@@ -370,10 +370,11 @@ def test_autocast(chunk, device):
 
 
 def test_strided_arguments(chunk, device, check_op):
-    h, w = torch.randn(3, 5, 8, device=device), torch.randn(8, 37, device=device)
-    y = torch.randint(0, 37, (3, 5), device=device, dtype=torch.int32)
+    # few enough numbers that luck in the largest error is seen for what it is (conftest.py)
+    h, w = torch.randn(3, 5, 8, device=device), torch.randn(8, 31, device=device)
+    y = torch.randint(0, 31, (3, 5), device=device, dtype=torch.int32)
     for args in ([h[:, :-1], w.t(), y[:, 1:]], [h.transpose(0, 1), w.t(), y.t()], [h[:1].expand(3, 5, 8), w.t(), y]):
-        check_op(_op(chunk=chunk), _twin(), args, (0, 1), rms=True)
+        check_op(_op(chunk=chunk), _twin(), args, (0, 1))
 
 
 class _Largest(TorchDispatchMode):
