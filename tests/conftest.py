@@ -17,3 +17,7 @@ def _nothing_is_left_in_the_process():
     runtime = sys.modules.get("opake.patching.runtime")
     if runtime is not None and runtime.is_runtime_patched():
         runtime.restore_runtime()
+    # several processes test on one card, and what stays in the cache of one the others cannot have
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from opake.bench.measure import peak_gib
 from opake.checkpoint import selective_checkpointing
 from opake.functional import per_example_grads
 from opake.patches import apply_model_patches
@@ -43,11 +44,8 @@ def test_peaks_are_strictly_ordered(engine: str) -> None:
     peaks, results = [], []
     for policy in POLICIES.values():
         selected = None if policy is None else selective_checkpointing(model, **policy)
-        step(params, input_ids=ids, labels=ids)
-        torch.cuda.reset_peak_memory_stats()
-        results.append(step(params, input_ids=ids, labels=ids))
-        peaks.append(torch.cuda.max_memory_allocated())
-        results[-1] = {name: g.cpu() for name, g in results[-1].items()}
+        peaks.append(peak_gib(lambda: step(params, input_ids=ids, labels=ids)))
+        results.append({name: g.cpu() for name, g in step(params, input_ids=ids, labels=ids).items()})
         if selected is not None:
             selected.undo()
     assert peaks == sorted(peaks, reverse=True), peaks
