@@ -39,6 +39,24 @@ def test_every_way_makes_the_same_gradient(sizes, quick):
     assert {row.way for row in rows if not row.private} == {"ordinary", "hf"}
 
 
+@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("kind", ["qwen2", "gemma3_text", "qwen3_next", "llama"])
+def test_a_tiny_model_can_be_deeper(kind, layers):
+    made = sizes_of(kind, {"num_hidden_layers": layers}, ROWS, TOKENS, 2).config
+    assert made.num_hidden_layers == layers
+    kinds, known = getattr(made, "layer_types", None), getattr(sizes_of(kind, {}, 1, 8, 2).config, "layer_types", None)
+    assert kinds == (None if known is None else [known[i % len(known)] for i in range(layers)])
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_a_saved_config_can_be_deeper(tmp_path, layers):
+    sizes_of("gemma3_text", {"num_hidden_layers": 3}, 1, 8, 2).config.save_pretrained(tmp_path)
+    made = sizes_of(str(tmp_path), {"num_hidden_layers": layers}, 1, 8, 2)
+    three = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert made.config.layer_types == (three * 2)[:layers]
+    build(made, "cpu")
+
+
 def test_a_wrong_gradient_is_seen(sizes, quick, monkeypatch):
     right = step_ways.WAYS["ours"]
 

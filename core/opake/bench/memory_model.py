@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opake.checking.tiny import tiny_config
+from opake.checking.tiny import kinds_at_depth, tiny_config
 from opake.errors import InputError
 
 WAYS = ("eager", "sdpa", "folded", "remat")
@@ -40,7 +40,7 @@ def config_of(model: str, overrides: Mapping[str, Any]) -> Any:
     if (Path(model) / "config.json").is_file():
         config = AutoConfig.from_pretrained(model, local_files_only=True)
         check_settings(config, overrides)
-        for name, value in overrides.items():
+        for name, value in {**kinds_at_depth(vars(config), overrides), **overrides}.items():
             setattr(config, name, value)
     elif Path(model).is_dir():
         raise InputError(f"the directory {model} has no config.json; save a model or its config there")

@@ -7,6 +7,7 @@ whose weight is 1, or a bias of 0, would hide a wrong formula. Weights and texts
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from opake.checking.peculiar import OVERRIDES
@@ -46,6 +47,7 @@ _SIZES: dict[str, int] = {
     "index_topk": 4,
     "rotary_dim": 8,
 }
+_DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _TOKENS: dict[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # None in these means "derived from the sizes above", so a derived value may stand there as well
 _DERIVED = ("head_dim", "num_key_value_heads", "num_experts_per_tok")
@@ -54,6 +56,8 @@ _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types")
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
     """The smallest useful config of a causal language model's `model_type`, dropout zero; `overrides` are set last.
+
+    A number of layers among them repeats the kinds of layers that the tiny config has.
 
     Raises InputError where the installed Transformers does not know the model type or refuses the derived sizes: then
     pass the sizes that it misses as overrides, or build a config by hand.
@@ -142,7 +146,13 @@ def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
 def _merged(sizes: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`over` set over `sizes`, entry by entry where both have a nested config."""
     nested = {key: _merged(sizes[key], value) for key, value in over.items() if _is_config(sizes.get(key), value)}
-    return {**sizes, **over, **nested}
+    return {**sizes, **kinds_at_depth(sizes, over), **over, **nested}
+
+
+def kinds_at_depth(have: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """The kinds of layers in the settings `have`, repeated or cut for the number of layers in `over`, if it has one."""
+    count = next((over[name] for name in _DEPTH if isinstance(over.get(name), int)), None)
+    return {} if count is None else {name: _cycled(have[name], count) for name in _KINDS if have.get(name)}
 
 
 def _is_config(before: Any, over: Any) -> bool:
