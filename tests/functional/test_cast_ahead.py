@@ -40,7 +40,7 @@ def trainable(model):
 
 
 class Casts(TorchDispatchMode):
-    """Counts copies of float32 into bfloat16."""
+    """Counts the launches that copy float32 into bfloat16."""
 
     count = 0
 
@@ -50,6 +50,8 @@ class Casts(TorchDispatchMode):
             self.count += args[0].dtype == torch.float32 and kwargs.get("dtype") == torch.bfloat16
         elif func is torch.ops.aten.copy_.default:
             self.count += args[1].dtype == torch.float32 and args[0].dtype == torch.bfloat16
+        elif func is torch.ops.aten._foreach_copy_.default:
+            self.count += args[1][0].dtype == torch.float32 and args[0][0].dtype == torch.bfloat16
         return func(*args, **kwargs)
 
 
@@ -68,8 +70,8 @@ def test_the_gradients_are_the_same_bits(model, engine, monkeypatch):
         want = run(model, engine)
     assert all(g.dtype == torch.float32 for g in got.values())
     assert all(torch.equal(got[name], want[name]) for name in want)
-    # seven projections with two factors each, forward and backward
-    assert many.count - few.count == LAYERS * 7 * 2 * 2
+    # q, k and v; o; gate and up; down: all factors of each at once, forward and backward
+    assert many.count - few.count == LAYERS * 4 * 2 - 1
     assert not ahead._copies
 
 
@@ -99,13 +101,36 @@ def test_factors_of_one_input_lie_side_by_side(model):
         for name in names
         if "layers.0" in name and "_A" in name
     }
+    inputs = [of[name] for name in ("q_proj", "k_proj", "v_proj")]
+    want = torch.cat([a.to(dtype) for a in inputs], 1)
     with adapters.casting(found, params):
-        together = ahead.beside([of["q_proj"], of["k_proj"], of["v_proj"]], dtype)
-        assert together is not None
-        assert torch.equal(together, torch.cat([of[n].to(dtype) for n in ("q_proj", "k_proj", "v_proj")], 1))
-        assert ahead.beside([of["q_proj"], of["v_proj"]], dtype) is None
-        assert ahead.beside([of["q_proj"], of["q_proj"].clone()], dtype) is None
-    assert ahead.beside([of["q_proj"], of["k_proj"]], dtype) is None
+        made = ahead.ready(inputs, dtype)
+        assert made[0].untyped_storage().data_ptr() == next(iter(ahead._copies.values())).untyped_storage().data_ptr()
+        assert torch.equal(ahead.beside(made), want)
+        assert ahead.beside(made[::2]) is None
+        assert ahead.beside([made[0], made[0].clone()]) is None
+    assert ahead.beside(inputs) is None
+    # those that a call makes for itself do so too
+    assert torch.equal(ahead.beside(ahead.ready(inputs, dtype, 3)), want)
+
+
+@pytest.mark.parametrize("turned", range(4))
+def test_factors_made_by_a_call_have_its_numbers(turned):
+    dtype = torch.bfloat16
+    factors = [
+        torch.randn(3, 8).mT,
+        torch.randn(8, 2),
+        torch.randn(2, 5, 8).mT,
+        torch.randn(6, 4, 2)[:, ::2],
+        torch.randn(1, 7).expand(4, 7),
+        torch.randn(3, 3, dtype=dtype),
+    ]
+    for made, given in zip(ahead.ready(factors, dtype, turned), factors, strict=True):
+        assert torch.equal(made, given.to(dtype))
+    (alone,) = ahead.ready(factors[:1], dtype, turned)
+    assert torch.equal(alone, factors[0].to(dtype))
+    assert alone.stride() == factors[0].stride()
+    assert ahead.ready(factors[5:], dtype, turned)[0] is factors[5]
 
 
 def test_frozen_factors_and_other_dtypes_are_left_to_the_calls(model):

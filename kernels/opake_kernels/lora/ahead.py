@@ -1,9 +1,9 @@
-"""Adapters in the compute dtype, cast once for all calls of a step instead of once a call and direction.
+"""Adapters in the compute dtype, cast once for all calls of a step, or at least all of a call at once.
 
 The casts of a LoRA model are hundreds of small launches a step. Here they are one multi-tensor copy into one buffer, in
 the order given, so that factors that belong side by side lie side by side. A call finds the copy by the address of its
-factor and its stream; what it does not find, it casts itself. The factors must not change inside the block. A plain
-table and no context variable: the backward of a GPU runs in a thread of its own.
+factor and its stream; all that it does not find, it casts together. The factors must not change inside the block. A
+plain table and no context variable: the backward of a GPU runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _copies: dict[_Key, torch.Tensor] = {}
 def cast_ahead(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> Iterator[None]:
     """For the time of the block, copies of these contiguous matrices in `dtype` are ready for the LoRA ops."""
     given = [f for f in factors if f.dtype != dtype and f.is_contiguous() and f.numel()]
-    made = _copied(given, dtype) if given else {}
+    copies = _copied(given, dtype) if given else []
+    made = {_key(f, dtype): copy for f, copy in zip(given, copies, strict=True)}
     _copies.update(made)
     try:
         yield
@@ -35,12 +36,13 @@ def cast_ahead(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> Iterator[
 
 
 @torch.no_grad()
-def _copied(factors: list[torch.Tensor], dtype: torch.dtype) -> dict[_Key, torch.Tensor]:
+def _copied(factors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Contiguous copies of all factors, one after the other in one buffer."""
     sizes = [f.numel() for f in factors]
     buffer = torch.empty(sum(sizes), dtype=dtype, device=factors[0].device)
     pieces = [p.view(f.shape) for p, f in zip(buffer.split(sizes), factors, strict=True)]
     torch._foreach_copy_(pieces, factors)  # pyright: ignore[reportPrivateImportUsage]
-    return {_key(f, dtype): p for f, p in zip(factors, pieces, strict=True)}
+    return pieces
 
 
 def _key(w: torch.Tensor, dtype: torch.dtype) -> _Key:
@@ -55,12 +57,19 @@ def _public_stream(index: int) -> int:
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 
 
-def ready(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`w` in `dtype`: the copy made ahead if there is one."""
-    if w.dtype == dtype:
-        return w
-    made = _copy_of(w, dtype)
-    return w.to(dtype) if made is None else made
+def ready(factors: Sequence[torch.Tensor], dtype: torch.dtype, turned: int = 0) -> list[torch.Tensor]:
+    """Each factor in `dtype`: itself, the copy made ahead, or one made here, together with all others that are missing.
+
+    What is made here lies one after the other: the first `turned` as (r, in), so that they are side by side, the others
+    with the strides that they have.
+    """
+    found = [w if w.dtype == dtype else _copy_of(w, dtype) for w in factors]
+    missing = [i for i, made in enumerate(found) if made is None]
+    if len(missing) > 1:
+        laid = [factors[i].mT if i < turned or not factors[i].is_contiguous() else factors[i] for i in missing]
+        for i, given, made in zip(missing, laid, _copied(laid, dtype), strict=True):
+            found[i] = made if given is factors[i] else made.mT
+    return [w.to(dtype) if made is None else made for w, made in zip(factors, found, strict=True)]
 
 
 def _copy_of(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -73,18 +82,14 @@ def _whole(made: torch.Tensor, w: torch.Tensor) -> bool:
     return made.numel() == w.numel() and (w.is_contiguous() or w.mT.is_contiguous())
 
 
-def beside(A: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
-    """The copies made ahead of factors (H, r_j) as one (H, sum of ranks), if they lie one after the other."""
-    if not _copies or any(a.dim() != 2 for a in A):
-        return None
-    made = [_copy_of(a, dtype) for a in A]
-    first = made[0] if made else None
-    if first is None:
+def beside(A: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Factors (H, r_j) as one (H, sum of ranks), a view, if they lie one after the other as `ready` makes them."""
+    first, storage = A[0], A[0].untyped_storage()._cdata
+    if first.dim() != 2:
         return None
     H, end = first.shape[0], first.storage_offset()
-    for m in made:
-        # copies of one step share one storage, so that neighbours are told by their offsets
-        if m is None or m.stride() != (1, H) or m.storage_offset() != end or m.device != first.device:
+    for a in A:
+        if a.stride() != (1, H) or a.storage_offset() != end or a.untyped_storage()._cdata != storage:
             return None
-        end += m.numel()
+        end += a.numel()
     return first.as_strided((H, (end - first.storage_offset()) // H), (1, H))

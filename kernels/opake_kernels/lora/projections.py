@@ -71,19 +71,21 @@ def gather(
         dtypes.append((dtype, dtype) if a is None or b is None else (a.dtype, b.dtype))
         start += rank
     W = [cast(fold_weight(w, groups, like), dtype) for w in Ws]
-    A = _beside([fold_weight(a, groups, like) for a in As if a is not None], dtype, W[0])
-    B = [None if b is None else ready(fold_weight(b, groups, like), dtype) for b in Bs]
-    return Projections(W, A, B, columns, scalings, dtypes)
+    A = [fold_weight(a, groups, like) for a in As if a is not None]
+    factors = ready([*A, *[fold_weight(b, groups, like) for b in Bs if b is not None]], dtype, len(A))
+    made = iter(factors[len(A) :])
+    B = [None if b is None else next(made) for b in Bs]
+    return Projections(W, _beside(factors[: len(A)], W[0]), B, columns, scalings, dtypes)
 
 
-def _beside(A: list[torch.Tensor], dtype: torch.dtype, w: torch.Tensor) -> torch.Tensor:
+def _beside(A: list[torch.Tensor], w: torch.Tensor) -> torch.Tensor:
     """All factors as one (H, sum of ranks) or (G, H, sum of ranks), laid out as the PEFT weights they come from."""
     if len(A) == 1:
-        return ready(A[0], dtype)
-    if (found := beside(A, dtype)) is not None:
+        return A[0]
+    if A and (found := beside(A)) is not None:
         return found
     lead = next((a.shape[:1] for a in A if a.dim() == 3), ())
-    buffer = torch.empty(*lead, sum(a.shape[-1] for a in A), w.shape[-1], dtype=dtype, device=w.device)
+    buffer = torch.empty(*lead, sum(a.shape[-1] for a in A), w.shape[-1], dtype=w.dtype, device=w.device)
     start = 0
     for a in A:
         rank = a.shape[-1]
