@@ -148,7 +148,12 @@ def _addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.T
 
 def _by_dtype(grads: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     for dtype in dict.fromkeys(g.dtype for g in grads):
-        yield [i for i, g in enumerate(grads) if g.dtype == dtype and g[0].numel()]
+        yield [i for i, g in enumerate(grads) if g.dtype == dtype and g.numel()]
+
+
+def _row_sizes(grads: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Elements of a row of each; a view of one row would take as long as a small kernel."""
+    return tuple(g.numel() // g.shape[0] for g in grads)
 
 
 def _fused(grads: Sequence[torch.Tensor]) -> bool:
@@ -173,7 +178,7 @@ def row_square_sums(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = []
     for places in _by_dtype(grads):
         chosen = [grads[i] for i in places]
-        layout = _layout(tuple(g[0].numel() for g in chosen), grads[0].device)
+        layout = _layout(_row_sizes(chosen), grads[0].device)
         out = torch.empty(B, layout.chunks, dtype=torch.float64, device=grads[0].device)
         where = (_addresses(chosen, out.device), layout.sizes, layout.owner, layout.start)
         meta = {"DTYPE": _triton_dtype(chosen[0].dtype), "CHUNK": CHUNK, "BLOCK": 1024}
@@ -197,7 +202,7 @@ def add_scaled_rows(
     gone, factor = dropped.to(torch.int32), scale.float().contiguous()
     for places in _by_dtype(grads):
         chosen = [grads[i] for i in places]
-        layout = _layout(tuple(g[0].numel() for g in chosen), grads[0].device)
+        layout = _layout(_row_sizes(chosen), grads[0].device)
         sums = _addresses([totals[i] for i in places], grads[0].device)
         where = (_addresses(chosen, grads[0].device), sums, layout.sizes, layout.owner, layout.start)
         meta = {"DTYPE": _triton_dtype(chosen[0].dtype), "CHUNK": CHUNK, "BLOCK": 1024}

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from opake.checkpoint import selective_checkpointing
-from opake.functional import clipped_grad
+from opake.functional import clipped_grad, watch
 from opake.functional.watch import Watch
 from opake.patches import apply_model_patches, restore
 
@@ -162,3 +162,29 @@ def test_places_follow_a_replaced_tensor(model):
     replace_parameter(model)
     weight = layer(model).input_layernorm.weight
     assert any(t is weight for t in watch.places().tensors)
+
+
+@pytest.mark.parametrize("engine", ["batched", "vmap"])
+def test_a_microbatch_is_looked_at_once(model, engine, monkeypatch):
+    looks = []
+    changed = watch._Look.changed
+    monkeypatch.setattr(watch._Look, "changed", lambda look: looks.append(look) or changed(look))
+    params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    ids = torch.randint(0, V, (6, 5))
+    step = clipped_grad(model, clip_norm=1.0, engine=engine, microbatch_size=2)
+    want = step(params, input_ids=ids, labels=ids)
+    looks.clear()
+    step(params, input_ids=ids, labels=ids)
+    assert len(looks) == 3
+
+    # what is replaced after the forward of the first microbatch is seen by the second
+    spare = copy.deepcopy(layer(model).mlp)
+
+    def replace(*_):
+        hook.remove()
+        layer(model).mlp = spare
+
+    hook = model.register_forward_hook(replace)
+    got = step(params, input_ids=ids, labels=ids)
+    assert layer(model).mlp is spare
+    assert all(torch.equal(got.grads[name], want.grads[name]) for name in want.grads)

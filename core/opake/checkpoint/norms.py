@@ -48,7 +48,7 @@ class Recipes:
             if whole:
                 return tensor.shape, entry[2]
         # the tensor itself would be a cycle where it is an output
-        return tensor.detach()
+        return tensor.detach() if tensor.requires_grad else tensor
 
 
 def unpack(kept: Any) -> torch.Tensor:

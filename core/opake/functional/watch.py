@@ -28,10 +28,13 @@ class Watch:
         self._model = model
         self._adapters: tuple[Hashable, tuple[list[str], torch.dtype] | None] | None = None
         self._look: _Look | None = None
+        # whether nothing has run since the last look
+        self._fresh = False
 
     def token(self) -> Hashable:
         if self._look is None or self._look.changed():
             self._look = _Look(self._model)
+        self._fresh = True
         return self._look.token
 
     def held(self) -> Hashable:
@@ -57,8 +60,10 @@ class Watch:
         return self._look.state()
 
     def places(self) -> Places:
-        """The places of the model's tensors, as of now."""
-        self.token()
+        """The places of the model's tensors, as of now, for a run that follows: a second one looks again."""
+        if not self._fresh:
+            self.token()
+        self._fresh = False
         assert self._look is not None
         return self._look.places
 

@@ -16,7 +16,25 @@ import torch
 __all__ = ["beside", "cast_ahead", "ready"]
 
 _Key = tuple[int, torch.dtype, int]
-_copies: dict[_Key, torch.Tensor] = {}
+_copies: dict[_Key, _Copy] = {}
+
+
+class _Copy:
+    """A copy made ahead, and how a call saw it last: forward and backward ask for the same view."""
+
+    def __init__(self, made: torch.Tensor) -> None:
+        self.made, self._view = made, made
+
+    def like(self, w: torch.Tensor) -> torch.Tensor | None:
+        """The copy with the shape and strides of `w`; None if `w` is not the whole of what was copied."""
+        view, shape, stride = self._view, w.shape, w.stride()
+        if view.shape == shape and view.stride() == stride:
+            return view
+        if self.made.numel() != w.numel() or not (w.is_contiguous() or w.mT.is_contiguous()):
+            return None
+        # the same numbers in the same order, seen through the strides of the call
+        self._view = self.made.as_strided(shape, stride, self.made.storage_offset())
+        return self._view
 
 
 @contextlib.contextmanager
@@ -24,7 +42,7 @@ def cast_ahead(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> Iterator[
     """For the time of the block, copies of these contiguous matrices in `dtype` are ready for the LoRA ops."""
     given = [f for f in factors if f.dtype != dtype and f.is_contiguous() and f.numel()]
     copies = _copied(given, dtype) if given else []
-    made = {_key(f, dtype): copy for f, copy in zip(given, copies, strict=True)}
+    made = {_key(f, dtype): _Copy(copy) for f, copy in zip(given, copies, strict=True)}
     _copies.update(made)
     try:
         yield
@@ -73,13 +91,8 @@ def ready(factors: Sequence[torch.Tensor], dtype: torch.dtype, turned: int = 0) 
 
 
 def _copy_of(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    made = _copies.get(_key(w, dtype)) if _copies else None
-    # the same numbers in the same order, seen through the strides of the call
-    return made.as_strided(w.shape, w.stride(), made.storage_offset()) if made is not None and _whole(made, w) else None
-
-
-def _whole(made: torch.Tensor, w: torch.Tensor) -> bool:
-    return made.numel() == w.numel() and (w.is_contiguous() or w.mT.is_contiguous())
+    copy = _copies.get(_key(w, dtype)) if _copies else None
+    return None if copy is None else copy.like(w)
 
 
 def beside(A: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -19,7 +19,10 @@ TILE = 128
 
 def flat_rows(x: torch.Tensor) -> torch.Tensor:
     """(*groups, ..., C) -> contiguous (N, C): a strided or expanded one would be copied by every product."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
+    N, C = math.prod(x.shape[:-1]), x.shape[-1]
+    if not x.is_contiguous():
+        return x.reshape(N, C).contiguous()
+    return x if x.dim() == 2 else x.view(N, C)
 
 
 def unflat_rows(y: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
