@@ -46,6 +46,12 @@ def rows(**changed: Any) -> dict[str, Any]:
             r"labels has shape \(3, 13\) but input_ids has shape \(3, 12\)",
             id="labels-length",
         ),
+        pytest.param(
+            {"logits_to_keep": 5},
+            InputError,
+            r"labels has shape \(3, 12\) but input_ids has shape \(3, 12\) and logits_to_keep is 5; .*here \(3, 5\)",
+            id="labels-kept",
+        ),
         pytest.param({"labels": torch.ones(B).long()}, InputError, r"labels has shape \(3,\)", id="labels-dim"),
         pytest.param(
             {"labels": torch.ones(B, T)}, OptionTypeError, r"labels are torch.float32; .*torch.long", id="labels-float"
@@ -80,6 +86,13 @@ def test_a_bad_row_is_refused_inside_vmap(model: Any, shape: str) -> None:
     bad = rows(labels=torch.ones(B, T - 2).long())
     with pytest.raises(InputError, match=r"labels has shape \(1, 10\) but input_ids has shape \(1, 12\)"):
         vmap_gradients(model, bad, shape=shape)
+
+
+def test_labels_of_the_tokens_kept_in_a_row(model: Any) -> None:
+    kept = rows()["labels"][:, -5:]
+    vmap_gradients(model, rows(labels=kept), logits_to_keep=5)
+    with pytest.raises(InputError, match=r"labels has shape \(1, 5\) .* logits_to_keep is 4"):
+        vmap_gradients(model, rows(labels=kept), logits_to_keep=4)
 
 
 def test_a_row_whose_arguments_disagree_about_the_batch_is_refused(model: Any) -> None:

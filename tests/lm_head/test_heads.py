@@ -268,3 +268,30 @@ def test_a_copy_of_a_peft_model():
     assert supports_loss_only(other)
     restore(model)
     torch.testing.assert_close(other(**BATCH, loss_only=True).loss, model(**BATCH).loss)
+
+
+@pytest.mark.parametrize("trained", [["weight"], ["bias"], ["weight", "bias"]])
+@pytest.mark.parametrize("losses", ["stock", "by row"])
+def test_a_trained_head_in_the_batched_engine(losses, trained):
+    """Weight, bias or both have an example axis, and a loss of one's own may take the rows one at a time."""
+    model = tiny_model("llama")
+    model.lm_head = nn.Linear(32, 97)
+    model.requires_grad_(False)
+    if losses == "by row":
+        model.loss_function = _by_row
+    apply_model_patches(model)
+    for name in trained:
+        getattr(model.lm_head, name).requires_grad_()
+    # as many rows as tokens, so that a mixture of the two would have a shape that fits
+    rows = tiny_batch(12, 12)
+    got = per_example_grads(model, engine="batched")(_trainable(model), **rows)
+    assert relative_error(got, model_loop_gradients(model, **rows)) < CLOSE
+
+
+def _by_row(logits, labels, vocab_size, **kwargs):
+    return nn.functional.cross_entropy(logits.reshape(-1, vocab_size), labels.reshape(-1))
+
+
+_by_row.row_losses = lambda logits, labels: torch.stack(
+    [_by_row(row, y, logits.shape[-1]) for row, y in zip(logits, labels, strict=True)]
+)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from opake.checking.tiny import tiny_batch, tiny_model
+from opake.functional import per_example_grads
 from opake.lm_head import deferred_logits, supports_loss_only
 from opake.lm_head.deferred import DeferredLogits
 from opake.patches import apply_model_patches, patch_report, restore
@@ -111,12 +112,44 @@ def test_a_row_without_a_batch_dimension(patched):
     torch.testing.assert_close(out.loss, patched(**row).loss)
 
 
-def test_all_labels_ignored(patched):
-    ignored = {**BATCH, "labels": torch.full_like(BATCH["labels"], -100)}
-    loss = patched(**ignored, loss_only=True).loss
-    assert loss == 0.0
-    loss.backward()
-    assert all(p.grad is None or not p.grad.any() for p in patched.parameters())
+@pytest.mark.parametrize("options", [{}, {"cross_entropy": True}])
+@pytest.mark.parametrize("more", [{}, {"num_items_in_batch": 7}, {"label_smoothing": 0.1}], ids=str)
+def test_all_labels_ignored(model, options, more):
+    """As the ordinary call has it: not a number with torch's loss, 0 with the fused one."""
+    apply_model_patches(model, **options)
+    ignored = {**BATCH, "labels": torch.full_like(BATCH["labels"], -100), **more}
+    want, got = model(**ignored).loss, model(**ignored, loss_only=True).loss
+    torch.testing.assert_close(got, want, equal_nan=True)
+    assert got.isnan() == (not options and not more)
+    got.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("engine", ["vmap", "batched"])
+@pytest.mark.parametrize("loss", ["stock", "own"])
+def test_a_row_without_labels(model, loss, engine):
+    """Its gradient is 0 in both engines, whatever the loss of an ordinary call would be, and others keep theirs."""
+    if loss == "own":
+        model.loss_function = _own_loss
+    apply_model_patches(model, rms_norm=True)
+    model.requires_grad_(False)
+    model.model.norm.requires_grad_()
+    labels = BATCH["labels"].clone()
+    labels[1] = -100
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    got = per_example_grads(model, engine=engine)(params, **{**BATCH, "labels": labels})["model.norm.weight"]
+    want = per_example_grads(model, engine="vmap")(params, **BATCH)["model.norm.weight"]
+    assert not got[1].any()
+    torch.testing.assert_close(got[[0, 2]], want[[0, 2]])
+
+
+def _own_loss(logits, labels, vocab_size, **kwargs):
+    return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+
+_own_loss.row_losses = lambda logits, labels: torch.stack(
+    [nn.functional.cross_entropy(row, y) for row, y in zip(logits, labels, strict=True)]
+)
 
 
 def test_swapped_weights_are_the_ones_used(patched):

@@ -34,8 +34,8 @@ _counting = threading.Lock()
 class LossOnly:
     """A loss-only call of `model`: defers its head and notes on the model why logits were computed all the same."""
 
-    def __init__(self, model: nn.Module, chunk: int | bool | None) -> None:
-        self.model, self.chunk, self.deferred, self.noted = model, chunk, 0, False
+    def __init__(self, model: nn.Module, chunk: int | bool | None, by_row: bool) -> None:
+        self.model, self.chunk, self.by_row, self.deferred, self.noted = model, chunk, by_row, 0, False
 
     def note(self, reason: str) -> None:
         # one reason a call: the first is the cause
@@ -52,12 +52,13 @@ class LossOnly:
             self.note(reason)
             return inner(linear, x)
         self.deferred += 1
+        weight, bias = _of_the_same_examples(weight, bias)
         compute = (lambda: inner(linear, x)) if weight.dim() == 2 else (lambda: _by_example(x, weight, bias))
         autocast = autocasting(x)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
         # fused on CUDA, chunked elsewhere, also where Triton is interpreted
         chunk = self.chunk or (None if x.is_cuda else True)
-        return DeferredLogits(Head(weight, bias, compute, self.note, chunk), x, dtype)
+        return DeferredLogits(Head(weight, bias, compute, self.note, chunk, self.by_row), x, dtype)
 
 
 def _unplain(linear: nn.Module, weight: Any, bias: Any) -> str | None:
@@ -75,6 +76,15 @@ def _unplain(linear: nn.Module, weight: Any, bias: Any) -> str | None:
 
 def _named(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _of_the_same_examples(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias, where only one of them has an example axis both with it; nothing is copied."""
+    if bias is None or weight.dim() == bias.dim() + 1:
+        return weight, bias
+    if bias.dim() == 2:
+        return weight.expand(len(bias), *weight.shape), bias
+    return weight, bias.expand(len(weight), *bias.shape)
 
 
 def _by_example(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -11,6 +11,7 @@ head or a loss of a kind unknown here costs memory and never a wrong number.
 # ruff: noqa: TID253
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,9 @@ from torch.utils._pytree import tree_map
 from opake_kernels.cross_entropy import opake_cross_entropy_loss
 
 from .head import PLAIN, Head, Scaling
+from .index import spares_the_first, spares_the_last
 from .losses import cross_entropy, opake_cross_entropy
+from .served import attempt, or_computed
 
 
 class DeferredLogits:
@@ -95,69 +98,95 @@ class DeferredLogits:
 
     # what can be done without the logits
 
+    @or_computed("the logits are cast")
     def float(self) -> Any:
         return self.to(torch.float32)
 
+    @or_computed("the logits are cast or moved")
     def to(self, *args: Any, **kwargs: Any) -> Any:
         dtype = kwargs.get("dtype", args[0] if args else None)
         lone = len(args) + len(kwargs) == 1
-        if self.tensor is None and lone and dtype in (torch.float32, self.dtype):
+        if lone and dtype in (torch.float32, self.dtype):
             return self._then(lambda t: t.to(dtype), dtype=dtype)
-        if self.tensor is None and lone and (args or [kwargs.get("device")])[0] in (self.device, str(self.device)):
+        if lone and (args or [kwargs.get("device")])[0] in (self.device, str(self.device)):
             return self
-        return self.value("the logits are cast or moved").to(*args, **kwargs)
+        return NotImplemented
 
-    def contiguous(self, *args: Any, **kwargs: Any) -> Any:
-        if self.tensor is None and not args and not kwargs:
-            return self._then(lambda t: t.contiguous())
-        return self.value("the logits are laid out anew").contiguous(*args, **kwargs)
+    @or_computed("the logits are laid out anew")
+    def contiguous(self) -> Any:
+        return self._then(lambda t: t.contiguous())
 
-    def squeeze(self, dim: int) -> Any:
-        if self.tensor is None and -self.ndim <= dim < self.ndim and dim % self.ndim != self.ndim - 1:
-            at = dim % self.ndim
-            return self._then(lambda t: t.squeeze(at), hidden=self.hidden.squeeze(at))
-        return self.value("the logits are squeezed").squeeze(dim)
+    @or_computed("the logits are squeezed")
+    def squeeze(self, dim: Any) -> Any:
+        if not self._leads(dim):
+            return NotImplemented
+        at = dim % self.ndim
+        return self._then(lambda t: t.squeeze(at), hidden=self.hidden.squeeze(at))
 
+    @or_computed("the vocabulary dimension is reshaped")
     def view(self, *shape: Any) -> Any:
-        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-        keeps = self.tensor is None and len(sizes) > 1 and sizes[-1] == self.shape[-1]
-        if keeps and all(isinstance(size, int) for size in sizes):
-            hidden = self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1])
-            return self._then(lambda t: t.reshape(*sizes), hidden=hidden)
-        return self.value("the vocabulary dimension is reshaped").view(*shape)
+        return self._shaped(shape)
 
+    @or_computed("the vocabulary dimension is reshaped")
     def reshape(self, *shape: Any) -> Any:
-        return self.view(*shape)
+        return self._shaped(shape)
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        if self.tensor is None and end_dim % self.ndim < self.ndim - 1:
-            flat = self.hidden.flatten(start_dim, end_dim % self.ndim)
-            return self._then(lambda t: t.flatten(start_dim, end_dim), hidden=flat)
-        return self.value("the vocabulary dimension is flattened").flatten(start_dim, end_dim)
+    @or_computed("the vocabulary dimension is flattened")
+    def flatten(self, start_dim: Any = 0, end_dim: Any = -1) -> Any:
+        if not (self._leads(start_dim) and self._leads(end_dim)):
+            return NotImplemented
+        end = end_dim % self.ndim
+        return self._then(lambda t: t.flatten(start_dim, end), hidden=self.hidden.flatten(start_dim, end))
 
+    @or_computed("single logits or examples are looked at")
     def __getitem__(self, index: Any) -> Any:
-        if self.tensor is None and _spares_the_last(index, self.ndim):
-            return self._then(lambda t: t[index], hidden=self.hidden[index])
-        return self.value("single logits are looked at")[index]
+        if not spares_the_last(index, self.ndim) or not self._keeps_examples(index):
+            return NotImplemented
+        return self._then(lambda t: t[index], hidden=self.hidden[index])
 
+    @or_computed("the logits are capped twice")
     def tanh(self) -> Any:
-        if self.tensor is None and not self.scaling.capped:
-            return self._then(lambda t: t.tanh(), scaling=Scaling(self.scaling.before, True, 1.0))
-        return self.value("the logits are capped twice").tanh()
+        if self.scaling.capped:
+            return NotImplemented
+        return self._then(lambda t: t.tanh(), scaling=Scaling(self.scaling.before, True, 1.0))
 
+    @or_computed("the logits are scaled by a tensor")
+    def mul(self, other: Any) -> Any:
+        if not _is_factor(other):
+            return NotImplemented
+        return self._then(lambda t: t * other, scaling=self.scaling.times(float(other)))
+
+    @or_computed("the logits are scaled by a tensor")
+    def div(self, other: Any) -> Any:
+        if not _is_factor(other):
+            return NotImplemented
+        return self._then(lambda t: t / other, scaling=self.scaling.times(1.0 / float(other)))
+
+    @or_computed("the logits are scaled by a tensor")
     def __mul__(self, other: Any) -> Any:
-        if self.tensor is None and _is_factor(other):
-            return self._then(lambda t: t * other, scaling=self.scaling.times(float(other)))
-        return self.value("the logits are scaled by a tensor") * _real(other)
+        return self.mul(other) if _is_factor(other) else NotImplemented
+
+    @or_computed("the logits are scaled by a tensor")
+    def __truediv__(self, other: Any) -> Any:
+        return self.div(other) if _is_factor(other) else NotImplemented
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: Any) -> Any:
-        if self.tensor is None and _is_factor(other):
-            return self._then(lambda t: t / other, scaling=self.scaling.times(1.0 / float(other)))
-        return self.value("the logits are scaled by a tensor") / _real(other)
+    def _leads(self, dim: Any) -> bool:
+        """Whether this is the number of a dimension other than the last."""
+        return isinstance(dim, int) and -self.ndim <= dim < self.ndim and dim % self.ndim != self.ndim - 1
 
-    mul, div = __mul__, __truediv__
+    def _shaped(self, shape: tuple[Any, ...]) -> Any:
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        if len(sizes) < 2 or sizes[-1] != self.shape[-1] or not all(isinstance(size, int) for size in sizes):
+            return NotImplemented
+        hidden = self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1])
+        return self._then(lambda t: t.reshape(*sizes), hidden=hidden)
+
+    def _keeps_examples(self, index: Any) -> bool:
+        """Whether the tokens are still those of all examples, in order, where each example has a weight of its own."""
+        weight = self.head.weight
+        return weight.dim() == 2 or (len(self) == len(weight) and spares_the_first(index, self.ndim))
 
     # everything else
 
@@ -170,8 +199,8 @@ class DeferredLogits:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        handler = _FUNCTIONS.get(func) if args and isinstance(args[0], cls) else None
-        found = NotImplemented if handler is None else handler(*args, **kwargs)
+        serve = _FUNCTIONS.get(func) if args and isinstance(args[0], cls) else None
+        found = NotImplemented if serve is None else attempt(serve, args, kwargs)
         if found is not NotImplemented:
             return found
         name = getattr(func, "__name__", str(func))
@@ -186,32 +215,15 @@ def _is_factor(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def _spares_the_last(index: Any, ndim: int) -> bool:
-    """Whether an index leaves the last of `ndim` dimensions whole."""
-    items = index if isinstance(index, tuple) else (index,)
-    used = 0
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            used += item.dim() if item.dtype == torch.bool else 1
-        elif isinstance(item, int | slice) and not isinstance(item, bool):
-            used += 1
-        elif item is not None and item is not Ellipsis:
-            return False
-    if Ellipsis in [i for i in items if not isinstance(i, torch.Tensor)]:
-        last = items[-1]
-        return last is Ellipsis or (isinstance(last, slice) and last == slice(None))
-    return used < ndim or (isinstance(items[-1], slice) and items[-1] == slice(None))
-
-
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: cross_entropy,
     opake_cross_entropy_loss: opake_cross_entropy,
-    torch.tanh: DeferredLogits.tanh,
-    torch.mul: DeferredLogits.__mul__,
-    torch.div: DeferredLogits.__truediv__,
-    torch.squeeze: DeferredLogits.squeeze,
-    torch.reshape: DeferredLogits.reshape,
-    torch.flatten: DeferredLogits.flatten,
+    torch.tanh: inspect.unwrap(DeferredLogits.tanh),
+    torch.mul: inspect.unwrap(DeferredLogits.mul),
+    torch.div: inspect.unwrap(DeferredLogits.div),
+    torch.squeeze: inspect.unwrap(DeferredLogits.squeeze),
+    torch.reshape: inspect.unwrap(DeferredLogits.reshape),
+    torch.flatten: inspect.unwrap(DeferredLogits.flatten),
 }
 
 
@@ -223,7 +235,8 @@ def _arithmetic(name: str) -> Callable[..., Any]:
 
 
 _OPERATORS = (
-    "add radd sub rsub rtruediv pow rpow matmul rmatmul neg abs eq ne lt le gt ge setitem iadd isub imul itruediv"
+    "add radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs eq ne lt le gt ge "
+    "setitem contains reversed iadd isub imul itruediv ifloordiv imod ipow bool int float complex index"
 )
 for _name in _OPERATORS.split():
     setattr(DeferredLogits, f"__{_name}__", _arithmetic(f"__{_name}__"))

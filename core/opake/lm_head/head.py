@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Head:
     """One call of a head: its arguments, how it computes logits, and where a reason is noted.
 
-    weight (V, H), or (B, V, H) where each example has its own; bias (V) or (B, V).
+    weight (V, H), or (B, V, H) where each example has its own; bias (V) or (B, V). by_row: the losses are to be those
+    of rows, so that a mean over no label is 0.
     """
 
     weight: torch.Tensor
@@ -26,6 +27,7 @@ class Head:
     compute: Callable[[], torch.Tensor]
     note: Callable[[str], None]
     chunk: int | bool | None = None
+    by_row: bool = False
     nodes: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
 
     def materialise(self, reason: str) -> None:

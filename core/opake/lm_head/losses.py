@@ -3,13 +3,18 @@
 # ruff: noqa: TID253
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
+from opake.transforms import inside_transform
 from opake_kernels.linear_cross_entropy import opake_linear_cross_entropy_loss
 
+from .served import handler
 
+
+@handler
 def cross_entropy(
     input: Any,
     target: Any,
@@ -24,9 +29,14 @@ def cross_entropy(
     plain = isinstance(target, torch.Tensor) and input.ndim <= 2
     if not plain or weight is not None or size_average is not None or reduce is not None:
         return NotImplemented
-    return _fused(input, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    loss = _fused(input, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    if loss is NotImplemented or reduction != "mean" or input.head.by_row or inside_transform():
+        return loss
+    # the fused mean over no label is 0, and so is the loss of a row; torch's own is not a number
+    return loss.masked_fill((target == ignore_index).all(), math.nan)
 
 
+@handler
 def opake_cross_entropy(logits: Any, labels: Any, **options: Any) -> Any:
     """`opake_cross_entropy_loss` of deferred logits; NotImplemented where it scales or caps them once more."""
     scaled = options.pop("logit_scale", 1.0) != 1.0 or options.pop("logit_softcapping", 0.0)
@@ -35,7 +45,7 @@ def opake_cross_entropy(logits: Any, labels: Any, **options: Any) -> Any:
 
 def _fused(logits: Any, labels: torch.Tensor, **options: Any) -> Any:
     head, hidden = logits.head, logits.hidden
-    if logits.tensor is not None or labels.is_floating_point() or labels.shape != hidden.shape[:-1]:
+    if labels.is_floating_point() or labels.shape != hidden.shape[:-1]:
         return NotImplemented
     settings = {**options, **logits.scaling.options(), "bias": head.bias, "chunk": head.chunk}
     if head.weight.dim() == 2:

@@ -65,7 +65,8 @@ def deferred_logits(model: nn.Module, **batch: Any) -> torch.Tensor | DeferredLo
     """The logits (B, T, V) of a call, not computed where the model supports it.
 
     They may be sliced, reshaped in the leading dimensions, scaled, and handed to `F.cross_entropy` or
-    `opake_cross_entropy_loss`, as the batched engine does for the loss of each row; anything else computes them.
+    `opake_cross_entropy_loss`, as the batched engine does for the loss of each row; anything else computes them. A mean
+    over no label is 0.
     """
     if not supports_loss_only(model):
         return model(**batch).logits
@@ -79,7 +80,8 @@ def _forward(inner: Callable[..., Any], self: nn.Module, *args: Any, loss_only: 
         with running(None):
             return inner(self, *args, **kwargs)
     state = state_of(self)
-    call = LossOnly(self, state.options.get(FLAG) or None if state is not None else None)
+    chunk = state.options.get(FLAG) or None if state is not None else None
+    call = LossOnly(self, chunk, by_row=loss_only == DEFERRED)
     with running(call):
         out = inner(self, *args, **kwargs)
     if not call.deferred:
