@@ -141,7 +141,10 @@ def function_pair(
             mask, rest = args[n_back], args[n_back + 1 :]
             need = tuple(bool(mask >> i & 1) for i in range(n_in))
             results = backward(args[:outputs], args[outputs:n_back], need, *rest)
-            return _pack([g for g, wanted in zip(results, need, strict=True) if wanted and g is not None])
+            found = [g for g, wanted in zip(results, need, strict=True) if wanted and g is not None]
+            if len(found) < sum(need):
+                raise RuntimeError(unsupported.format("the gradient of an argument that is taken as frozen"))
+            return _pack(found)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

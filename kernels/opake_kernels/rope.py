@@ -17,6 +17,7 @@ from .checks import check_float, check_same_device, check_same_dtype
 from .fold import ROWS, SHARED, function_pair
 from .launch import uses_triton
 from .rope_launch import Layout, rotate
+from .tracked import tracked
 
 __all__ = ["opake_rope", "opake_rope_qk", "rope_qk_reference", "rope_reference"]
 
@@ -125,7 +126,7 @@ def _check_tables(op: str, x: torch.Tensor, cos: Any, sin: Any, rotary_dim: int 
             f"{op}: a rotary width of {width} needs to be even, at most the {D} columns of a head, and tables of that "
             f"width or half of it; cos and sin have {R} columns (rotary_dim={rotary_dim})"
         )
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+    if tracked(cos) or tracked(sin):
         raise ValueError(f"{op}: cos and sin get no gradient, but one of them requires it; detach it")
     return width
 

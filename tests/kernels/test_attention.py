@@ -220,6 +220,17 @@ def test_a_learned_bias_gets_its_gradient() -> None:
         folded_attention(PUBLIC, q, k, v, bias, False, None).sum().backward()
 
 
+def test_a_learned_bias_of_each_example_gets_its_gradient() -> None:
+    """Mapped by vmap and differentiated around it, where no slice says that it wants one."""
+    q, k, v, _ = heads(B)
+    bias = torch.randn(B, 1, N, T, T, requires_grad=True)
+    of_one = lambda q, k, v, m: opake_attention(q[None], k[None], v[None], mask=m).square().sum()  # noqa: E731
+    (found,) = torch.autograd.grad(vmap(of_one)(q, k, v, bias).sum(), bias)
+    each = [of_one(*row) for row in zip(q, k, v, bias, strict=True)]
+    (expected,) = torch.autograd.grad(sum(each), bias)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_double_backward_is_refused() -> None:
     q, k, v, _ = heads(B)
     with pytest.raises(RuntimeError, match="double backward"):

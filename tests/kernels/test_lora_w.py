@@ -214,6 +214,7 @@ BAD = [
     ((X, W, A, None, 1.0), ValueError, "A and B must be given together"),
     ((X, W, A[:, :0], B[:0], 1.0), ValueError, r"A has shape \(4, 0\), a rank of 0; give None for A and B"),
     ((X, W, A, B, 1.0, torch.ones(4)), ValueError, r"b has shape \(4,\), expected \(3,\)"),
+    ((X, W, A, B, 1.0, torch.ones(5, 3)), ValueError, r"b has shape \(5, 3\), so its first dimension is an example"),
     ((X, W.half(), A, B, 1.0), TypeError, r"torch\.float32 and torch\.float16"),
     ((X.long(), W, A, B, 1.0), TypeError, r"X must be floating point, got torch\.int64"),
     ((X, W.to("meta"), A, B, 1.0), ValueError, "X is on cpu and W on meta"),
@@ -239,3 +240,37 @@ def test_zero_examples(device):
     X, W, A, B, _ = _case((0, 4), torch.float32, device)
     grads = vmap(grad(lambda x, a, b: _op(x, W, a, b).sum(), (0, 1, 2)), (0, None, None))(X, A, B)
     assert [tuple(g.shape) for g in grads] == [(0, 4, HIDDEN), (0, HIDDEN, RANK), (0, RANK, OUT)]
+    bias = torch.zeros(0, OUT, device=device, requires_grad=True)
+    y = _op(X, W, A, B, bias)
+    assert y.shape == (0, 4, OUT)
+    assert torch.autograd.grad(y.sum(), bias)[0].shape == (0, OUT)
+
+
+@pytest.mark.parametrize("op", ["w", "qkv", "mlp"])
+def test_the_gradient_of_a_base_weight_of_each_example(op, device):
+    """A weight that vmap maps, differentiated around it, is trainable although its slices do not say so."""
+    X, W, A, B, _ = _case((3, TOKENS), torch.float64, device)
+    A.requires_grad_()
+    square, back = numbers(3, OUT, HIDDEN, device=device).double(), numbers(3, HIDDEN, OUT, device=device).double()
+    none = (None, None, 1.0)
+    ops = {
+        "w": (lambda x, w, v: opake_lora_w(x, w, A, B, SCALE)),
+        "qkv": (lambda x, w, v: sum(lora.opake_lora_qkv(x, w, A, B, SCALE, w, *none, w, *none))),
+        "mlp": (lambda x, w, v: lora.opake_lora_mlp(x, w, A, B, SCALE, w, *none, v, *none)),
+    }
+    twins = {
+        "w": (lambda x, w, v: lora_w_reference(x, w, A, B, SCALE)),
+        "qkv": (lambda x, w, v: sum(lora.lora_qkv_reference(x, w, A, B, SCALE, w, *none, w, *none))),
+        "mlp": (lambda x, w, v: lora.lora_mlp_reference(x, w, A, B, SCALE, w, *none, v, *none)),
+    }
+
+    def loss(fn, w, v):
+        return vmap(lambda x, w, v: fn(x, w, v).cos().sum())(X, w, v).sum()
+
+    for mapped in (square, square.clone().requires_grad_()):
+        leaves = [mapped.detach().requires_grad_(), back.detach().requires_grad_(), A]
+        used = leaves if op == "mlp" else [leaves[0], A]
+        want = torch.autograd.grad(loss(twins[op], *leaves[:2]), used)
+        for got, exact in zip(torch.autograd.grad(loss(ops[op], *leaves[:2]), used), want, strict=True):
+            torch.testing.assert_close(got, exact)
+        torch.testing.assert_close(grad(lambda w: loss(ops[op], w, back))(square), want[0])

@@ -229,6 +229,8 @@ def test_tables_get_no_gradient(device):
         grad(lambda c: opake_rope_qk(q, k, c, sin)[0].sum())(cos)
     with pytest.raises((ValueError, RuntimeError), match="cos and sin get no gradient"):
         vmap(grad(lambda c: opake_rope(q, c, sin).sum()))(torch.stack((cos, cos)))
+    with pytest.raises((ValueError, RuntimeError), match="cos and sin get no gradient"):
+        vmap(lambda c: opake_rope(q, c, sin).sum())(torch.stack((cos, cos)).requires_grad_())
 
 
 def test_bad_arguments(device):

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.func import functional_call
+from transformers import LlamaConfig
 
 from opake.checking.tiny import tiny_model
 from opake.functional import clipped_grad, per_example_grads
 from opake.lora import qkv
-from opake.patches import patch_report, restore
+from opake.patches import apply_model_patches, patch_report, restore
 from opake.testing.oracle import model_loop_gradients, relative_error
 from opake.testing.snapshot import differences, model_snapshot
 
@@ -341,3 +343,29 @@ def test_generic_family_still_has_its_projections() -> None:
     loss, _ = gradients(model)
     assert fused(loss) == {"w": 2}
     assert relative_error(model_loop_gradients(model, **BATCH), want) < 1e-9
+
+
+@pytest.mark.parametrize("module", ["self_attn", "mlp", "lm_head", "norm", "input_layernorm"])
+@pytest.mark.parametrize("when", ["around a patched base", "on a patched PEFT model", "patched once more"])
+def test_copies_that_peft_made_of_patched_layers_are_restored(module: str, when: str) -> None:
+    config = LoraConfig(r=2, target_modules=["up_proj"], modules_to_save=[module], task_type="CAUSAL_LM")
+    if module == "mlp":
+        config.target_modules = {"q_proj"}
+    if when == "on a patched PEFT model":
+        model = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))
+        apply_model_patches(model, kernels=True)
+        model.add_adapter("second", config)
+        model.set_adapter("second")
+    else:
+        base = tiny_model("llama")
+        apply_model_patches(base, kernels=True)
+        model = get_peft_model(base, config)
+    if when == "patched once more":
+        apply_model_patches(model, kernels=True)
+    want = model(**BATCH).loss
+    restore(model)
+    for name, each in model.named_modules():
+        assert not [key for key in vars(each) if key == "forward" or key.startswith("_opake")], name
+    configs = {id(held) for each in model.modules() for held in vars(each).values() if isinstance(held, LlamaConfig)}
+    assert len(configs) == 1
+    torch.testing.assert_close(model(**BATCH).loss, want, rtol=1e-5, atol=0)

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 
 from opake.functional import per_example_grads
-from opake.patches import patch_report
+from opake.patches import apply_model_patches, patch_report
 from opake.testing.oracle import model_loop_gradients, relative_error
 
 from .peft_models import BATCH, EVERYTHING, fused, gradients, patch, peft_model, randomised, trainable
@@ -85,6 +85,34 @@ def double_output(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return 2 * output
 
 
+def halving_before(name: str) -> Callable[[Any], None]:
+    def then(model: Any) -> None:
+        layer(model).get_submodule(name).register_forward_pre_hook(half_input)
+
+    return then
+
+
+def half_input(module: Any, args: Any) -> tuple[torch.Tensor]:
+    return (args[0] * 0.5,)
+
+
+def halve_in_place(module: Any, args: Any) -> None:
+    args[0].mul_(0.5)
+
+
+def another_activation(model: Any) -> None:
+    layer(model).mlp.act_fn.forward = torch.relu
+
+
+def bias_of_a(model: Any) -> None:
+    down = layer(model).self_attn.q_proj.lora_A["default"]
+    down.bias = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+
+def tensor_scaling(model: Any) -> None:
+    layer(model).self_attn.q_proj.scaling["default"] = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+
 def rescaled(model: Any) -> None:
     layer(model).self_attn.q_proj.set_scale("default", 3.0)
     layer(model).mlp.down_proj.scale_layer(0.5)
@@ -149,8 +177,14 @@ STATES = {
     "hook on a layer of the MLP": State(
         {}, doubling("mlp.gate_proj"), {"qkv": 2, "mlp": 1, "w": 5}, "there is a hook on gate_proj"
     ),
-    "hook on the activation": State({}, doubling("mlp.act_fn"), {"qkv": 2, "mlp": 1, "w": 5}, "hook on the activation"),
+    "hook on the activation": State({}, doubling("mlp.act_fn"), {"qkv": 2, "mlp": 1, "w": 5}, "the activation was"),
+    "forward of the activation": State({}, another_activation, {"qkv": 2, "mlp": 1, "w": 5}, "the activation was"),
     "hook on a layer of the attention": State({}, doubling("self_attn.k_proj"), EVERYTHING),
+    "hook before a layer of the attention": State(
+        {}, halving_before("self_attn.k_proj"), {"qkv": 1, "mlp": 2, "w": 5}, "there is a hook in front of k_proj"
+    ),
+    "bias of A": State({}, bias_of_a, {"qkv": 1, "mlp": 2, "w": 4}, "lora_A has a bias"),
+    "scaling in a tensor": State({}, tensor_scaling, {"qkv": 1, "mlp": 2, "w": 4}, "the scaling is a tensor"),
     "rescaled": State({}, rescaled, EVERYTHING),
 }
 
@@ -243,3 +277,66 @@ def test_unloading_after_patching() -> None:
     with torch.no_grad():
         want = twin(**BATCH).logits
         torch.testing.assert_close(model.merge_and_unload()(**BATCH).logits, want)
+
+
+def test_a_hook_that_writes_into_the_shared_input() -> None:
+    model, twin = patched_and_twin(State({}, nothing, {}))
+    for each in (model, twin):
+        layer(each).self_attn.k_proj.register_forward_pre_hook(halve_in_place)
+    with torch.no_grad():
+        assert torch.equal(model(**BATCH).logits, twin(**BATCH).logits)
+
+
+@pytest.mark.parametrize("loss_only", [False, True])
+def test_an_adapter_on_the_head_is_fused_under_the_patch_of_the_head(loss_only: bool) -> None:
+    model = peft_model(target_modules=["lm_head", "q_proj"])
+    twin = copy.deepcopy(model)
+    apply_model_patches(model)
+    loss = model(**BATCH, loss_only=loss_only).loss
+    assert fused(loss) == {"qkv": 2, "w": 1}
+    torch.testing.assert_close(loss, twin(**BATCH).loss)
+    reasons = [fallback.reason for fallback in patch_report(model).fallbacks]
+    assert [reason for reason in reasons if "loss_only" not in reason] == []
+    got = per_example_grads(model, engine="batched")(trainable(model), **BATCH)
+    # the loss itself is float32
+    assert relative_error(got, model_loop_gradients(twin, **BATCH)) < 5e-6
+
+
+def test_an_adapter_added_to_a_patched_projection_is_fused_by_the_next_call() -> None:
+    model, twin = patched_and_twin(State({"target_modules": ["q_proj", "v_proj"]}, nothing, {}))
+    for each in (model, twin):
+        each.add_adapter("wider", LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj"]))
+        randomised(each.double())
+        each.set_adapter("wider")
+    patch(model)
+    got, want = gradients(model), gradients(twin)
+    assert fused(got[0]) == {"w": 6}
+    assert relative_error(got[1], want[1]) < 1e-9
+
+
+@pytest.mark.parametrize("weights", ["shared", "stacked"])
+def test_the_gradient_of_a_base_weight_taken_outside_of_vmap(weights: str) -> None:
+    """One model or several: whoever differentiates a base weight around vmap gets its gradient."""
+    model = peft_model(target_modules=["q_proj", "gate_proj"])
+    name = "base_model.model.model.layers.1.mlp.gate_proj.base_layer.weight"
+    other = "base_model.model.model.layers.1.self_attn.q_proj.base_layer.weight"
+    own = dict(model.named_parameters())
+    stack = (lambda w: torch.stack([w, 0.5 * w, 2 * w])) if weights == "stacked" else torch.clone
+    params = {n: stack(own[n].detach()).requires_grad_() for n in (name, other)}
+
+    def loss(given: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, given, (), {"input_ids": ids, "labels": labels}).loss
+
+    mapped = torch.func.vmap(loss, (0 if weights == "stacked" else None, 0, 0))
+    ids = BATCH["input_ids"]
+    want = [
+        torch.autograd.grad(loss({n: p[i] if weights == "stacked" else p for n, p in params.items()}, row, row), p)[0]
+        for p in params.values()
+        for i, row in enumerate(ids[:, None])
+    ]
+    patch(model)
+    got = torch.autograd.grad(mapped(params, ids, ids).sum(), list(params.values()))
+    again = torch.func.grad(lambda given: mapped(given, ids, ids).sum())(params)
+    for g, a, w in zip(got, again.values(), (want[:3], want[3:]), strict=True):
+        torch.testing.assert_close(g, sum(w), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(a, g, rtol=1e-6, atol=1e-9)

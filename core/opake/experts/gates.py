@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from opake.patching.instance import hooked
 from opake.rows.probe import numbers
 from opake_kernels.activations import ACTIVATIONS, Activation
 from opake_kernels.gated import gated_reference
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Gate(NamedTuple):
@@ -30,7 +29,7 @@ class Gate(NamedTuple):
 def gate_of(experts: Any) -> Gate | None:
     """The gate that equals the module's own on a few numbers in float64, or None."""
     limit = _number(experts, "limit")
-    if hooked(getattr(experts, "act_fn", None)):
+    if interfered(getattr(experts, "act_fn", None)):
         return None
     # far enough that a clamp would show
     x = numbers(64, 12, dtype=torch.float64) * max(4.0, limit)
@@ -52,14 +51,12 @@ def form(experts: Any) -> tuple[Any, ...]:
     kind = type(function) if isinstance(function, nn.Module) else function
     own = vars(experts).get("_apply_gate")
     constants = getattr(function, "approximate", None), _number(experts, "limit"), _number(experts, "alpha")
-    return kind, own, hooked(function), *constants
+    return kind, own, interfered(function), *constants
 
 
-def hooked(function: Any) -> bool:
-    """Whether calling this module runs anything besides the forward of its class."""
-    if not isinstance(function, nn.Module):
-        return False
-    return "forward" in vars(function) or any(vars(function)[name] for name in HOOKS)
+def interfered(function: Any) -> bool:
+    """Whether this is a module with hooks or a forward of its own."""
+    return isinstance(function, nn.Module) and hooked(function)
 
 
 def _candidates(experts: Any, limit: float) -> Iterator[Gate]:

@@ -19,7 +19,7 @@ from opake.patching.undo import Skip, Undo, put
 from opake.rows.gated_mlp import activation_of
 from opake_kernels.moe import opake_moe
 
-from .gates import form, hooked
+from .gates import form, interfered
 
 PARTS = ("experts", "router", "shared_expert")
 STACKS = {"gate_up_proj", "down_proj"}
@@ -34,14 +34,14 @@ def is_block(module: nn.Module) -> bool:
 
 def fits(module: Any) -> Skip | None:
     name, experts = type(module).__name__, module.experts
-    if not untouched(module, "forward") or hooked(experts):
+    if not untouched(module, "forward") or interfered(experts):
         return Skip(f"the forward of this {name} or of its experts was replaced or hooked, and is kept", "stock")
     if experts._parameters.keys() != STACKS or experts.gate_up_proj.dim() != 3:
         return Skip(f"{name} holds {', '.join(sorted(experts._parameters)) or 'no stacks'}; it stays as it is", "stock")
     kinds = {p.dtype for p in experts.parameters()}
     if len(kinds) > 1 or not all(kind.is_floating_point and kind.itemsize > 1 for kind in kinds):
         return Skip(f"{name} keeps its weights in {', '.join(sorted(map(str, kinds)))}; it stays as it is", "stock")
-    if hooked(getattr(experts, "act_fn", None)) or activation_of(experts) is None:
+    if interfered(getattr(experts, "act_fn", None)) or activation_of(experts) is None:
         return Skip(f"{name} has an activation that opake_moe does not know; it stays as it is", "stock")
     return None
 
@@ -63,7 +63,7 @@ def _changed(self: Any, experts: Any) -> str | None:
     """Why the block is not the one that was patched."""
     if experts._parameters.keys() != STACKS:
         return "the experts have adapters"
-    if hooked(experts):
+    if interfered(experts):
         return "the experts have hooks"
     if form(experts) != vars(self)[FORM]:
         return "the activation was changed after patching"

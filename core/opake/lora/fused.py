@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from opake.patching.instance import hooked
 from opake_kernels.lora import opake_lora_w
 
 from .adapter import LinearAdapter
 from .branches import BranchedLoRALinear, require_plain
-from .layers import Projection, base_projection, hooked, traced
+from .layers import Projection, base_projection, traced
 from .norm_linear import LayerNormLinear
 from .outputs import product_of
 from .own import with_adapter

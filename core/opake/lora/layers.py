@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from opake.patching.instance import called_around, hooked, untouched
 from opake_kernels.launch import autocasting
+from opake_kernels.tracked import tracked
 
 # variants whose forward is that of plain LoRA
 PLAIN_VARIANTS = frozenset({"MiCALinearVariant"})
@@ -137,7 +139,11 @@ def _with_adapter(module: Any, base: Projection, name: str) -> Projection | str:
     extra = up._parameters["bias"]
     if not plain_matrix(A) or not plain_matrix(B):
         return "the adapter's weights are no plain matrices"
+    if down._parameters["bias"] is not None:
+        return "lora_A has a bias"
     scaling, bias = module.scaling[name], base.bias
+    if isinstance(scaling, torch.Tensor):
+        return "the scaling is a tensor"
     if extra is not None:
         bias = extra * scaling if bias is None else bias + extra * scaling
     names = (f"lora_A.{name}.weight", f"lora_B.{name}.weight", f"lora_B.{name}.bias")
@@ -151,7 +157,8 @@ def _base(layer: Any, module: nn.Module) -> Projection | str:
         return found
     if getattr(module, "fan_in_fan_out", False) == is_product(layer):
         return "fan_in_fan_out contradicts the base layer"
-    if layer is not module and hooked(layer):
+    # a forward of ours is no hook: that of a head defers logits, which nobody asks for once there is an adapter on it
+    if layer is not module and (called_around(layer) or not untouched(layer, "forward")):
         return "there is a hook on the base layer"
     return found
 
@@ -174,7 +181,7 @@ def base_projection(layer: Any, *kinds: type) -> Projection | str:
     bias: Any = layer._parameters["bias"]
     if not _plain(W) or W.dim() != 2 or not (bias is None or _plain(bias)):
         return "the base weight is no plain matrix"
-    if W.requires_grad:
+    if W.requires_grad or tracked(W):
         return "the base weight is trainable"
     if bias is not None and (bias.requires_grad or bias.dim() != 1):
         return "the base bias is trainable"
@@ -193,19 +200,6 @@ def _plain(tensor: Any) -> bool:
 def traced() -> bool:
     """Whether torch.compile, torch.export or torch.jit.trace looks on: they are shown plain torch."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-
-
-def hooked(module: Any) -> bool:
-    """Whether calling `module` runs anything besides the forward of its class: hooks, or a forward of its own."""
-    return "forward" in vars(module) or called_around(module)
-
-
-def called_around(module: Any) -> bool:
-    """Whether hooks run when `module` is called."""
-    own = vars(module)
-    return bool(
-        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    )
 
 
 def parameters_of(projection: Projection | str, prefix: str = "") -> frozenset[str]:

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from opake.patching.instance import untouched, wrap_method
+from opake.patching.instance import called_around, untouched, wrap_method
 from opake.patching.notes import note
 from opake.patching.undo import Skip, Undo, put
 from opake.rows import gated_mlp
 from opake_kernels.activations import Activation
 from opake_kernels.lora import opake_lora_mlp
+from opake_kernels.tracked import tracked
 
-from .layers import Projection, called_around, is_projection, parameters_of, read
+from .layers import Projection, is_projection, parameters_of, read
 
 if TYPE_CHECKING:
     from opake.records import FuseMLP
@@ -44,7 +45,8 @@ def fits(record: FuseMLP, module: nn.Module) -> Skip | None:
 def apply(record: FuseMLP, module: nn.Module) -> Undo:
     activation = gated_mlp.activation_of(module)
     assert activation is not None, "checked by fits"
-    kept = put(module, _KEY, _function(module))
+    function = _function(module)
+    kept = put(module, _KEY, (function, gated_mlp.form(function)))
     return Undo([kept, wrap_method(module, "forward", functools.partial(_forward, activation))])
 
 
@@ -57,7 +59,7 @@ def rematerialises(module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def _frozen(found: dict[str, Projection]) -> bool:
-    return not any(p.W.requires_grad for p in found.values())
+    return not any(p.W.requires_grad or tracked(p.W) for p in found.values())
 
 
 def axis_parameters(record: FuseMLP, module: nn.Module) -> frozenset[str]:
@@ -72,10 +74,11 @@ def plan(module: Any, x: torch.Tensor | None = None) -> dict[str, Projection] | 
     """The two or three projections of an MLP by name, or why they are not computed together."""
     names = gated_mlp.projections(module)
     function = _function(module)
-    if names is None or function is not vars(module)[_KEY]:
+    patched, known = vars(module)[_KEY]
+    if names is None or function is not patched:
         return "the module was changed after patching"
-    if isinstance(function, nn.Module) and called_around(function):
-        return "there is a hook on the activation"
+    if gated_mlp.changed(function, known):
+        return "the activation was changed or hooked after patching"
     found: dict[str, Projection] = {}
     for name in names:
         member = module._modules[name]

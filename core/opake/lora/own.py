@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from opake.patching.instance import hooked
+
 from .adapter import LinearAdapter
-from .layers import Projection, base_projection, hooked, plain_matrix
+from .layers import Projection, base_projection, plain_matrix
 
 NAMES = ("adapter.linear_in.weight", "adapter.linear_out.weight")
 

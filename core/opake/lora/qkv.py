@@ -63,6 +63,9 @@ def plan(owner: Any, x: torch.Tensor | None = None) -> list[Projection] | str:
     for name, member in zip(NAMES, vars(owner)[_KEY], strict=True):
         if owner._modules.get(name) is not member:
             return f"{name} was replaced after patching"
+        if member._forward_pre_hooks:
+            # it may give this projection another input, or write into the one that all share
+            return f"there is a hook in front of {name}"
         projection = read(member, x)
         if isinstance(projection, str):
             return f"{name}: {projection}"

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from opake.errors import MissingDependency
+from opake.patching.instance import hooked
 from opake.transforms import inside_transform
 
 from .adapter import LinearAdapter
 from .branches import BranchedLoRALinear, parallelism, require_no_parallelism, require_plain
-from .layers import hooked
 from .outputs import product_of
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from opake.errors import OptionTypeError, RestoreConflict, UnsupportedModel
 from opake.registry import Planned
 
-from . import asked, notes
+from . import asked, copies, notes
 from .asked import CORE
 from .flags import FLAGS, Switches, resolve
 from .interfaces import warn_of_changes
@@ -190,6 +190,7 @@ def _undo(target: Target, state: ModelState, entries: list[Applied]) -> None:
         entry.undo()
         state.applied.remove(entry)
     if not state.applied:
+        copies.clean(target.model)
         notes.clear(target.model)
         close_state(target.model)
         if not any_live():

@@ -34,11 +34,14 @@ def _taking_owner(bound: Method) -> Method:
     def call(_owner: object, *args: Any, **kwargs: Any) -> Any:
         return bound(*args, **kwargs)
 
-    signature = inspect.signature(bound)
+    call.__name__ = getattr(bound, "__name__", "call")
+    try:
+        signature = inspect.signature(bound)
+    except ValueError:  # a builtin, such as torch.relu
+        return call
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     rest = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.POSITIONAL_ONLY]
     call.__signature__ = signature.replace(parameters=[first, *rest])  # type: ignore[attr-defined]
-    call.__name__ = getattr(bound, "__name__", "call")
     return call
 
 
@@ -55,6 +58,28 @@ def wrap_method(owner: object, name: str, around: Method, where: str | None = No
 
 # the code of every method that `wrap_method` installs
 _METHOD = next(const for const in wrap_method.__code__.co_consts if isinstance(const, CodeType))
+
+
+# an attribute of every function that `rebind` makes
+_REBOUND = "_opake_rebound"
+
+
+def is_ours(fn: object) -> bool:
+    """Whether `wrap_method` or `rebind` made this function."""
+    return getattr(fn, "__code__", None) is _METHOD or _REBOUND in getattr(fn, "__dict__", ())
+
+
+def hooked(module: Any) -> bool:
+    """Whether calling `module` runs anything besides the forward of its class: hooks, or a forward of its own."""
+    return "forward" in vars(module) or called_around(module)
+
+
+def called_around(module: Any) -> bool:
+    """Whether hooks run when `module` is called."""
+    own = vars(module)
+    return bool(
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    )
 
 
 def untouched(owner: object, name: str) -> bool:
@@ -91,6 +116,7 @@ def rebind(fn: object, names: dict[str, Any], busy: tuple[FunctionType, ...] = (
     new.__kwdefaults__ = fn.__kwdefaults__
     new.__qualname__, new.__module__, new.__doc__ = fn.__qualname__, fn.__module__, fn.__doc__
     new.__dict__.update({key: value for key, value in vars(fn).items() if key != "__wrapped__"})
+    setattr(new, _REBOUND, True)
     if hasattr(fn, "__wrapped__"):
         new.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
     return new

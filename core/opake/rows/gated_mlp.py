@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from opake.patching.instance import untouched, wrap_method
+from opake.patching.instance import hooked, untouched, wrap_method
 from opake.patching.notes import note
 from opake.patching.undo import Skip, Undo
 from opake_kernels.activations import ACTIVATIONS, Activation
@@ -49,8 +49,8 @@ def fits(record: GatedMLP, module: nn.Module) -> Skip | None:
 def apply(record: GatedMLP, module: nn.Module) -> Undo:
     activation = activation_of(module)
     assert activation is not None, "checked by fits"
-    form = _form(getattr(module, function_name(module) or ""))
-    return Undo([wrap_method(module, "forward", functools.partial(_forward, activation, form))])
+    known = form(getattr(module, function_name(module) or ""))
+    return Undo([wrap_method(module, "forward", functools.partial(_forward, activation, known))])
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -71,26 +71,22 @@ def activation_of(module: nn.Module) -> Activation | None:
     return None
 
 
-def _form(function: Any) -> tuple[Any, ...]:
+def form(function: Any) -> tuple[Any, ...]:
     """What tells one activation from another without running it, for a look at every forward."""
     kind = type(function) if isinstance(function, nn.Module) else function
     return kind, getattr(function, "approximate", None)
 
 
-def _changed(function: Any, form: tuple[Any, ...]) -> bool:
+def changed(function: Any, known: tuple[Any, ...]) -> bool:
     """Whether the activation was swapped, wrapped or hooked since it was recognised."""
-    if _form(function) != form:
-        return True
-    if not isinstance(function, nn.Module):
-        return False
-    return bool(function._forward_hooks or function._forward_pre_hooks or "forward" in vars(function))
+    return form(function) != known or (isinstance(function, nn.Module) and hooked(function))
 
 
 def _forward(
-    activation: Activation, form: tuple[Any, ...], inner: Callable[..., Any], self: Any, x: torch.Tensor
+    activation: Activation, known: tuple[Any, ...], inner: Callable[..., Any], self: Any, x: torch.Tensor
 ) -> torch.Tensor:
     function = next(getattr(self, name) for name in FUNCTIONS if hasattr(self, name))
-    if _changed(function, form):
+    if changed(function, known):
         note(self, "the activation was changed or hooked after patching: the stock forward runs")
         return inner(self, x)
     if "gate_up_proj" in self._modules:
@@ -123,7 +119,7 @@ def _computes_a_gated_mlp(module: nn.Module) -> bool:
     assert activation is not None
     try:
         with torch.no_grad():
-            ours = _forward(activation, _form(getattr(module, function)), type(double).forward, double, x)
+            ours = _forward(activation, form(getattr(module, function)), type(double).forward, double, x)
             return torch.allclose(double(x), ours, rtol=1e-5, atol=1e-5)
     except Exception:  # a class that wants other arguments computes something else
         return False

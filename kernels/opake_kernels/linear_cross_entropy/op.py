@@ -26,11 +26,11 @@ from opake_kernels.cross_entropy import CrossEntropySettings, cross_entropy_refe
 from opake_kernels.fold import ROWS, SHARED, function_pair, transforms_active
 from opake_kernels.labels import look_at_labels
 from opake_kernels.launch import uses_triton
+from opake_kernels.tracked import tracked
 
 from .chunked import AUTOMATIC
 from .grouped import by_tokens, run
 from .passes import Gradients, Need, Plan, accumulator_dtype
-from .tracked import tracked
 
 __all__ = ["linear_cross_entropy_reference", "opake_linear_cross_entropy_loss"]
 

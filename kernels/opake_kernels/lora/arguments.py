@@ -13,6 +13,7 @@ import torch
 
 from opake_kernels.checks import ExampleAxisError, autocast_to_compute_dtype, check_float
 from opake_kernels.launch import autocasting
+from opake_kernels.tracked import tracked
 
 __all__ = ["Projection", "check_precision", "check_projections", "leading_axis", "takes_twin", "with_axis"]
 
@@ -38,6 +39,8 @@ def check_projections(op: str, X: torch.Tensor, projections: Sequence[Projection
         _check_adapter(op, suffix, X, W, A, B)
         if bias is not None and (bias.dim() not in (1, 2) or bias.shape[-1] != W.shape[0]):
             raise ValueError(f"{op}: b{suffix} has shape {tuple(bias.shape)}, expected ({W.shape[0]},)")
+        if bias is not None and bias.dim() == 2:
+            _check_axis(op, f"b{suffix}", bias, X)
         for name, tensor in (("W", W), ("A", A), ("B", B), ("b", bias)):
             if tensor is not None and tensor.device != X.device:
                 raise ValueError(f"{op}: X is on {X.device} and {name}{suffix} on {tensor.device}")
@@ -60,11 +63,16 @@ def _check_adapter(
     if not a[-1]:
         raise ValueError(f"{op}: A{suffix} has shape {a}, a rank of 0; give None for A and B without an adapter")
     for name, tensor in (("A", A), ("B", B)):
-        if tensor.dim() == 3 and (X.dim() < 2 or tensor.shape[0] not in (1, X.shape[0])):
-            raise ExampleAxisError(
-                f"{op}: {name}{suffix} has shape {tuple(tensor.shape)}, so its first dimension is an example axis, "
-                f"but the input has shape {tuple(X.shape)}"
-            )
+        if tensor.dim() == 3:
+            _check_axis(op, f"{name}{suffix}", tensor, X)
+
+
+def _check_axis(op: str, name: str, tensor: torch.Tensor, X: torch.Tensor) -> None:
+    if X.dim() < 2 or tensor.shape[0] not in (1, X.shape[0]):
+        raise ExampleAxisError(
+            f"{op}: {name} has shape {tuple(tensor.shape)}, so its first dimension is an example axis, "
+            f"but the input has shape {tuple(X.shape)}"
+        )
 
 
 def leading_axis(projections: Sequence[Projection]) -> int:
@@ -102,4 +110,9 @@ def takes_twin(projections: Sequence[Projection], lora_precision: str) -> bool:
     A dense gradient of a base weight is no business of LoRA, but it must not be lost.
     """
     compiling: Any = torch.compiler.is_compiling()
-    return compiling or lora_precision == "param" or any(projection[1].requires_grad for projection in projections)
+    return compiling or lora_precision == "param" or not frozen(projections)
+
+
+def frozen(projections: Sequence[Projection]) -> bool:
+    """Whether nobody can ask for the gradient of a base weight, in whatever transform the call is."""
+    return not any(W.requires_grad or tracked(W) for _, W, _, _, _ in projections)

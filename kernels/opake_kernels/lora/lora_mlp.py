@@ -18,7 +18,7 @@ from opake_kernels.fold import ROWS, SHARED, function_pair
 from opake_kernels.launch import uses_triton
 
 from . import projections
-from .arguments import check_precision, check_projections, leading_axis, takes_twin, with_axis
+from .arguments import check_precision, check_projections, frozen, leading_axis, takes_twin, with_axis
 from .gate import activated, activated_backward
 from .gate_launch import MAX_RANK, gate_backward, gate_forward
 from .lora_w import lora_w_reference
@@ -229,10 +229,10 @@ def opake_lora_mlp(
     if Wg.shape != Wu.shape:
         raise ValueError(f"{op}: Wg and Wu must have one shape, got {tuple(Wg.shape)} and {tuple(Wu.shape)}")
     X = check_projections(op, X, given)
-    if rematerialise and (lora_precision == "param" or any(W.requires_grad for W in (Wg, Wu, Wd))):
+    if rematerialise and (lora_precision == "param" or not frozen(given)):
         raise ValueError(
             f"{op}: rematerialise is for frozen base weights and lora_precision='compute', got {lora_precision!r} and "
-            f"requires_grad {[W.requires_grad for W in (Wg, Wu, Wd)]}; use torch.utils.checkpoint around the call"
+            f"requires_grad {not frozen(given)}; use torch.utils.checkpoint around the call"
         )
     if takes_twin(given, lora_precision):
         return lora_mlp_reference(X, Wg, Ag, Bg, Sg, Wu, Au, Bu, Su, Wd, Ad, Bd, Sd, act, lora_precision=lora_precision)

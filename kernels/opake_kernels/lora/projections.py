@@ -127,7 +127,7 @@ def _project(X: torch.Tensor, Z: torch.Tensor, W: torch.Tensor, B: Weight, bias:
         y = matmul_add_(matmul_add_(X.new_empty(X.shape[0], W.shape[-2]), Z, B, beta=0.0), X, W.mT)
     if bias is not None:
         G = bias.shape[0] if bias.dim() == 2 else 1
-        y.view(G, -1, y.shape[1]).add_(cast(bias, X.dtype).view(G, 1, -1))
+        y.view(G, y.shape[0] // G if G else 0, y.shape[1]).add_(cast(bias, X.dtype).view(G, 1, y.shape[1]))
     return y
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from opake.lora.layers import Projection, hooked, is_projection, read
+from opake.lora.layers import Projection, is_projection, read
 from opake.lora.qkv import NAMES, Loose, Scope
+from opake.patching.instance import hooked
 from opake_kernels.lora import opake_lora_w
 
 from .originals import OUTPUTS
