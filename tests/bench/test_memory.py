@@ -12,6 +12,7 @@ from torch import nn
 
 from opake import cli
 from opake.bench import memory
+from opake.bench.memory import Kept
 from opake.bench.memory_model import Sizes, build, config_of
 from opake.bench.memory_trace import MemoryTrace, part_of
 
@@ -64,6 +65,30 @@ def test_what_is_kept_lies_above_the_floor_and_remat_below(sizes: Sizes) -> None
     assert sum(each.kept for each in remat) < 0.5 * sum(each.kept for each in folded)
 
 
+# of a family without a plugin, of torch's on the CPU under vmap, and of PEFT's about GPT-2's layers
+loud = pytest.mark.filterwarnings(
+    "ignore:no family for model_type", "ignore:There is a performance drop", "ignore:fan_in_fan_out is set"
+)
+
+
+@loud
+@pytest.mark.parametrize(("kind", "rank"), [("bert", 8), ("llama", 8), ("llama", 0), ("gpt2", 8)])
+def test_no_peak_is_below_the_floor(kind: str, rank: int) -> None:
+    sizes = Sizes(config_of(kind, {}), 2, 8, rank)
+    for way in ("folded", "remat"):
+        found = memory.kept(sizes, way, "cpu")
+        assert 0 < memory.least(found) <= (memory.peak(sizes, way, 2, "cpu").peak or 0)
+        if way == "folded":
+            measured = {each.part for each in found if each.kept}
+            assert {each.part for each in found if each.floor} <= measured | {"activations", "gradients"}
+
+
+def test_the_floor_of_a_step_is_the_larger_of_what_comes_and_goes() -> None:
+    parts = [Kept("mlp", 0, 0, 3), Kept("layer", 0, 0, 2), Kept("norm", 9, 9, None)]
+    assert memory.least([*parts, Kept("gradients", 0, 0, 4)]) == 5
+    assert memory.least([*parts, Kept("gradients", 0, 0, 7)]) == 7
+
+
 def test_ways_differ_and_the_line_predicts_the_largest_microbatch(sizes: Sizes) -> None:
     long = Sizes(sizes.config, 2, 128, 4)
     peaks = {each.way: each for each in memory.curve(long, [128], memory.WAYS, "cpu")}
@@ -114,6 +139,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert [each["way"] for each in found["curve"]] == list(memory.WAYS)
     assert found["largest"]["remat"] >= found["largest"]["folded"] > 0
+
+
+@loud
+@pytest.mark.parametrize("kind", ["gpt2", "roberta"])
+def test_learned_positions_are_as_many_as_the_rows_need(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, kind, "--rows", "1", "--tokens", "65", "--lengths", "72", "--json")
+    assert code == 0
+    assert {each["tokens"] for each in json.loads(out)["curve"]} == {72}
 
 
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:

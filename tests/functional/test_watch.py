@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from opake.checkpoint import selective_checkpointing
 from opake.functional import clipped_grad, watch
 from opake.functional.watch import Watch
-from opake.patches import apply_model_patches, restore
+from opake.patches import apply_model_patches, patch_report, restore
 
 V = 23
 
@@ -188,3 +188,25 @@ def test_a_microbatch_is_looked_at_once(model, engine, monkeypatch):
     got = step(params, input_ids=ids, labels=ids)
     assert layer(model).mlp is spare
     assert all(torch.equal(got.grads[name], want.grads[name]) for name in want.grads)
+
+
+def test_a_new_report_is_a_change(model):
+    watch = Watch(model)
+    token, state = watch.token(), watch.state()
+    apply_model_patches(model)
+    assert watch.token() is not token
+    assert watch.state() != state
+
+
+@pytest.mark.parametrize("engine", ["vmap", "auto"])
+def test_counting_fall_backs_is_no_change(model, engine):
+    layer(model).mlp.up_proj.lora_dropout["default"] = nn.Dropout(0.1)
+    watch, f = Watch(model), clipped_grad(model, clip_norm=1.0, engine=engine)
+    params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    ids = torch.randint(0, V, (3, 6))
+    f(params, input_ids=ids, labels=ids)
+    assert any(fallback.count for fallback in patch_report(model).fallbacks)
+    before, state = watch.token(), watch.state()
+    f(params, input_ids=ids, labels=ids)
+    assert watch.token() is before
+    assert watch.state() == state

@@ -16,10 +16,10 @@ import torch
 from opake.functional import clipped_grad
 from opake.testing.live import peak_live_bytes
 
-from .memory_model import WAYS, Sizes, batch, build, floor, forget, trainable
+from .memory_model import GRADIENTS, WAYS, Sizes, batch, build, floor, forget, trainable
 from .memory_trace import MemoryTrace
 
-__all__ = ["WAYS", "Kept", "Peak", "curve", "kept", "largest", "peak"]
+__all__ = ["WAYS", "Kept", "Peak", "curve", "kept", "largest", "least", "peak"]
 
 GIB = 2**30
 
@@ -77,9 +77,15 @@ def kept(sizes: Sizes, way: str, device: str, engine: str = "auto") -> list[Kept
     with MemoryTrace(step.model) as trace:
         result = step()
     del result
-    least = floor(sizes, sizes.rows, step.model, remat=way == "remat")
-    parts = sorted({*trace.kept, *trace.at_peak, *least}, key=lambda part: -trace.at_peak[part])
-    return [Kept(part, trace.kept[part], trace.at_peak[part], least.get(part)) for part in parts]
+    floors = floor(sizes, sizes.rows, step.model, remat=way == "remat")
+    parts = sorted({*trace.kept, *trace.at_peak, *floors}, key=lambda part: -trace.at_peak[part])
+    return [Kept(part, trace.kept[part], trace.at_peak[part], floors.get(part)) for part in parts]
+
+
+def least(found: Sequence[Kept]) -> int:
+    """The floor of the whole step. Activations go as gradients come, so a peak need only hold the larger of the two."""
+    gradients = sum(each.floor or 0 for each in found if each.part == GRADIENTS)
+    return max(gradients, sum(each.floor or 0 for each in found) - gradients)
 
 
 def peak(sizes: Sizes, way: str, rows: int, device: str, engine: str = "auto") -> Peak:

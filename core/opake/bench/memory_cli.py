@@ -42,14 +42,15 @@ def memory(
     """
     import torch
 
-    from .memory_model import WAYS, Sizes, config_of
+    from .memory_model import WAYS, Sizes, config_of, with_positions
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     check_plot(plot)
     at = _lengths(lengths)
     _check(budget, plot, at)
     try:
-        sizes = Sizes(config_of(model, dict(map(setting, size or ()))), rows, tokens, rank)
+        config = with_positions(config_of(model, dict(map(setting, size or ()))), max([tokens, *at]))
+        sizes = Sizes(config, rows, tokens, rank)
         with no_room(model):
             found = _measured(sizes, device, engine, budget, at, WAYS)
     except (OpakeError, ValueError) as error:
@@ -101,15 +102,15 @@ def _measured(
 
 
 def _print(found: dict[str, Any], sizes: Any, budget: float | None) -> None:
+    from .memory import least
+
     for way in ("folded", "remat"):
         rows = [
             (way, each.part, _mib(each.kept), _mib(each.at_peak), "" if each.floor is None else _mib(each.floor))
             for each in found[way]
         ]
-        kept, at_peak, least = (
-            _mib(sum(getattr(each, name) or 0 for each in found[way])) for name in ("kept", "at_peak", "floor")
-        )
-        rows.append((way, "total", kept, at_peak, least))
+        kept, at_peak = (_mib(sum(getattr(each, name) for each in found[way])) for name in ("kept", "at_peak"))
+        rows.append((way, "total", kept, at_peak, _mib(least(found[way]))))
         table(f"{sizes.rows} x {sizes.tokens} tokens, MiB", ("way", "part", "kept", "at peak", "floor"), rows)
     _print_peaks(found["peaks"])
     if found["curve"]:

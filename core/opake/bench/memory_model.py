@@ -16,7 +16,12 @@ from torch import nn
 from opake.checking.tiny import kinds_at_depth, tiny_config
 from opake.errors import InputError
 
+from .memory_trace import LAYER, part_of
+
 WAYS = ("eager", "sdpa", "folded", "remat")
+GRADIENTS = "gradients"
+# RoBERTa and its kin count positions from behind the id of the padding token
+BEHIND_PADDING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,14 @@ def config_of(model: str, overrides: Mapping[str, Any]) -> Any:
         config = tiny_config(model, **overrides)
         check_settings(type(config)(), {name: value for name, value in overrides.items() if name in vars(config)})
     _check_causal(config)
+    return config
+
+
+def with_positions(config: Any, tokens: int) -> Any:
+    """`config`, with learned positions for rows of `tokens` where it has fewer."""
+    text, last = config.get_text_config(), tokens + BEHIND_PADDING
+    if getattr(text, "max_position_embeddings", last) < last:
+        text.max_position_embeddings = last
     return config
 
 
@@ -119,8 +132,9 @@ def forget(device: str) -> None:
 def floor(sizes: Sizes, rows: int, model: nn.Module, *, remat: bool) -> dict[str, int]:
     """Bytes by part that no exact step can do without, for a dense decoder; an estimate for others.
 
-    Per layer and token: queries, keys, values, output and log-sum-exp of attention; gate and up of the MLP; the
-    residual stream before each norm. Rematerialised: the stream before the layer alone. Besides: the gradients.
+    Per layer and token: queries, keys, values, output and log-sum-exp of attention; up and, if any, gate of the MLP;
+    the residual stream before each norm. Rematerialised: the stream before the layer alone. All these when the backward
+    starts. Besides, when it ends: the gradients. Layers whose parts have other names are one part, "activations".
     """
     text = sizes.config.get_text_config()
     H, N = text.hidden_size, text.num_attention_heads
@@ -134,7 +148,17 @@ def floor(sizes: Sizes, rows: int, model: nn.Module, *, remat: bool) -> dict[str
     entries = rows * sizes.tokens * text.num_hidden_layers * dtype.itemsize
     gradients = sum(p.numel() * p.element_size() for p in trainable(model).values()) * rows
     if remat:
-        return {"layer": entries * H, "gradients": gradients}
+        return {LAYER: entries * H, GRADIENTS: gradients}
     lse = rows * sizes.tokens * text.num_hidden_layers * 4 * N
-    attention = entries * (2 * N + 2 * K) * D + lse
-    return {"self_attn": attention, "mlp": entries * 2 * I * chosen, "layer": entries * 2 * H, "gradients": gradients}
+    attention, mlp = entries * (2 * N + 2 * K) * D + lse, entries * (1 + _gated(model)) * I * chosen
+    return {**_named_as_in(model, {"self_attn": attention, "mlp": mlp, LAYER: entries * 2 * H}), GRADIENTS: gradients}
+
+
+def _gated(model: nn.Module) -> bool:
+    return any("gate_proj" in name or "gate_up" in name for name, _ in model.named_parameters())
+
+
+def _named_as_in(model: nn.Module, parts: dict[str, int]) -> dict[str, int]:
+    """`parts`, or their sum where the layers of `model` have other ones."""
+    own = {LAYER, *(part_of(name) for name, _ in model.named_parameters())}
+    return parts if parts.keys() <= own else {"activations": sum(parts.values())}

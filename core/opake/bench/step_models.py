@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .memory_model import Sizes, check_settings, config_of, unpatched
+from .memory_model import Sizes, check_settings, config_of, unpatched, with_positions
 
 __all__ = ["SHAPES", "build", "config", "sizes_of"]
 
@@ -92,9 +92,7 @@ def config(model: str, settings: Settings, tokens: int) -> Any:
         made: Any = AutoConfig.for_model(kind, **{**shapes, **settings})
     else:
         made = config_of(model, settings)
-    if getattr(made, "max_position_embeddings", tokens) < tokens:
-        made.max_position_embeddings = tokens
-    return made
+    return with_positions(made, tokens)
 
 
 def sizes_of(model: str, settings: Settings, rows: int, tokens: int, rank: int) -> Sizes:

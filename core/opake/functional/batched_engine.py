@@ -37,12 +37,24 @@ def obstacle(
         return "has_aux: other outputs of a row come from the vmap engine alone"
     if randomness != "different":
         return f"randomness={randomness!r} is kept by the vmap engine alone"
+    if cannot_record(params, rows) or _any_inference(*model.parameters(), *model.buffers()):
+        return "torch.inference_mode is on, or a tensor was made in it, and plain autograd records nothing there"
     from opake.patching import state
     from opake.patching.target import locate
 
     inner = locate(model).model
     independent = getattr(state, "row_independent", _unproved)(inner)
     return independent or _loss_obstacle(inner, rows) or _axis_obstacle(model, inner, params)
+
+
+def cannot_record(params: Mapping[str, torch.Tensor], rows: Rows) -> bool:
+    """Whether autograd is off for good: in `torch.inference_mode`, and for tensors that were made in it."""
+    given = [leaf for leaf in rows.leaves if isinstance(leaf, torch.Tensor)]
+    return torch.is_inference_mode_enabled() or _any_inference(*params.values(), *given)
+
+
+def _any_inference(*tensors: torch.Tensor) -> bool:
+    return any(map(torch.Tensor.is_inference, tensors))
 
 
 def _unproved(model: nn.Module) -> str:

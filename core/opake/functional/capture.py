@@ -124,6 +124,7 @@ def _form(leaf: Any) -> Hashable:
 def _settings() -> Hashable:
     return (
         torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from opake.errors import InputError, OptionTypeError
+from opake.functional.call import check_call
 from opake.functional.engines import Chooser, check_options
 from opake.functional.rows import check_microbatch_size
 from opake.functional.steps import Steps
-from opake.functional.target import check_call, resolve
+from opake.functional.target import resolve
 
 
 class ClippedGrad(NamedTuple):
@@ -49,6 +50,7 @@ def clipped_grad(
 
     The L2 norm of a row is taken over all of `params` together. Arguments are those of `per_example_grads`, and:
 
+    params: `{name: tensor}`, floating point of at least 16 bits: no float8.
     clip_norm: C > 0; `math.inf` does not clip.
     microbatch_size: at most so many rows' gradients, (b, P), are alive at a time, besides one float32 sum.
     capture: whether a microbatch step is replayed from a CUDA graph, from its second time on. "auto" does so on CUDA
@@ -75,6 +77,7 @@ def clipped_grad(
         params: Mapping[str, torch.Tensor], /, *args: Any, row_weight: torch.Tensor | None = None, **kwargs: Any
     ) -> Any:
         rows = check_call(resolved, params, args, kwargs, in_dims)
+        _check_widths(params)
         real = _real_rows(row_weight, rows.count)
         with resolved.alone:
             choice = choose(params, rows)
@@ -87,6 +90,15 @@ def clipped_grad(
     name = getattr(target, "__name__", type(target).__name__)
     f.__name__ = f.__qualname__ = f"clipped_grad({name})"
     return f
+
+
+def _check_widths(params: Mapping[str, torch.Tensor]) -> None:
+    for name, p in params.items():
+        if p.dtype.itemsize < 2:
+            raise InputError(
+                f"params[{name!r}] has dtype {p.dtype}, in which no gradient is clipped to a norm; pass a copy of at "
+                "least 16 bits, such as bfloat16, and cast it in the target where 8 bits are wanted"
+            )
 
 
 def _check_clip_norm(clip_norm: float) -> None:

@@ -17,7 +17,7 @@ from opake.errors import EngineUnavailable, InputError
 from opake.functional import batched_engine, vmap_engine
 from opake.functional.chunk import Chunk, Engine
 from opake.functional.rows import Rows
-from opake.functional.target import Target, current_report
+from opake.functional.target import Target
 from opake_kernels.checks import ExampleAxisError
 
 ENGINES = ("auto", "vmap", "batched")
@@ -46,22 +46,28 @@ def check_options(engine: str, randomness: str, capture: str | bool = "auto") ->
 class Chooser:
     """Chooses the engine for each call of one target; the proof is made anew when what it rests on has changed.
 
-    That is the patch report (so also patching again, or restoring), the model's loss function and router loss, the
-    names of the trainable parameters, and which rows are given.
+    That is anything in the model that `Watch` sees - modes, adapters, experts, patches, configs -, its loss function,
+    the names of the trainable parameters, which rows are given, and whether autograd can record.
     """
 
     def __init__(self, target: Target, engine: str, randomness: str, has_aux: bool) -> None:
         self._target, self._engine, self._randomness, self._has_aux = target, engine, randomness, has_aux
         self._on_vmap = vmap_engine.build(target, randomness)
+        # one for all choices, since a captured graph belongs to it
+        self._on_batched = None if target.model is None else self._watched(batched_engine.build(target))
         self._unreached: str | None = None
+        self._token: Hashable = None
         self._basis: tuple | None = None
         self._choice: Choice | None = None
-        self._asked: tuple[Hashable, tuple[Hashable, ...]] | None = None
 
     def __call__(self, params: Mapping[str, torch.Tensor], rows: Rows) -> Choice:
         """The engine for this call; EngineUnavailable, with the reason, where `engine="batched"` cannot serve it."""
+        token = None if self._target.watch is None else self._target.watch.token()
+        if token is not self._token:
+            # what was found out about another state of the model
+            self._token, self._unreached = token, None
         basis = self._rests_on(params, rows)
-        if self._choice is None or self._basis is None or not _same(self._basis, basis):
+        if self._choice is None or self._basis != basis:
             self._choice, self._basis = self._choose(params, rows), basis
         return self._choice
 
@@ -70,23 +76,14 @@ class Chooser:
         return choice if self._unreached is None else Choice(self._on_vmap, "vmap", self._unreached)
 
     def _rests_on(self, params: Mapping[str, torch.Tensor], rows: Rows) -> tuple:
-        model, watch = self._target.model, self._target.watch
-        if model is None or watch is None:
-            return (None, None)
+        if self._target.model is None:
+            return ()
         from opake.patching.target import locate
 
-        inner = locate(model).model
+        loss = batched_engine.loss_of(locate(self._target.model).model)
         given = tuple(leaf is None for leaf in rows.leaves)
-        proof = (batched_engine.loss_of(inner), *self._proof(inner, watch.token()), self._unreached)
-        return (current_report(model), (*params, rows.spec, given, *proof))
-
-    def _proof(self, inner: torch.nn.Module, token: Hashable) -> tuple[Hashable, ...]:
-        """What the model itself says, asked again when anything in it has changed."""
-        if self._asked is None or self._asked[0] is not token:
-            from opake.patching.state import row_independent
-
-            self._asked = (token, (batched_engine.adds_router_loss(inner), row_independent(inner)))
-        return self._asked[1]
+        inference = batched_engine.cannot_record(params, rows)
+        return (self._token, loss, inference, self._unreached, *params, rows.spec, given)
 
     def _choose(self, params: Mapping[str, torch.Tensor], rows: Rows) -> Choice:
         if self._engine == "vmap":
@@ -95,8 +92,9 @@ class Chooser:
             self._target, params, rows, randomness=self._randomness, has_aux=self._has_aux
         )
         if obstacle is None:
+            assert self._on_batched is not None, "only for a model there is no obstacle"
             asked = "engine='batched' was asked for; " if self._engine == "batched" else ""
-            return Choice(self._watched(batched_engine.build(self._target)), "batched", asked + PROOF)
+            return Choice(self._on_batched, "batched", asked + PROOF)
         if self._engine == "batched":
             raise EngineUnavailable(
                 f"engine='batched' cannot serve {self._target.name}: {obstacle}; use engine='auto' or 'vmap'"
@@ -125,8 +123,3 @@ def _why(error: Exception) -> str:
         return f"a layer lays rows and tokens out as one dimension: {error}"
     names = error.args[0]
     return f"the batched backward does not reach {len(names)} parameters, {names[0]} among them"
-
-
-def _same(before: tuple, now: tuple) -> bool:
-    """The same report object, and everything else equal."""
-    return before[0] is now[0] and before[1] == now[1]

@@ -55,14 +55,17 @@ def in_place(
     wide: the tensors carry a leading axis that the module's own parameters do not have.
     """
     places = places or Places(module)
-    given = _given(type(module).__name__, places, params, wide)
+    given = check_given(module, places, params, wide=wide)
     rest = (p.detach() if p.requires_grad else p for p in places.tensors)
     with places.holding([given.get(i, own) for i, own in enumerate(rest)]):
         yield
 
 
-def _given(kind: str, places: Places, params: Mapping[str, torch.Tensor], wide: bool) -> dict[int, torch.Tensor]:
+def check_given(
+    module: torch.nn.Module, places: Places, params: Mapping[str, torch.Tensor], *, wide: bool = False
+) -> dict[int, torch.Tensor]:
     """{index of the module's own tensor: the one for it}, after every name and shape has been checked."""
+    kind = type(module).__name__
     given: dict[int, torch.Tensor] = {}
     for name, tensor in params.items():
         if name not in places.names:

@@ -9,10 +9,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opake.errors import InputError
+from opake.functional.call import check_call
 from opake.functional.chunk import Engine
 from opake.functional.engines import Chooser, check_options
 from opake.functional.rows import Rows, check_microbatch_size
-from opake.functional.target import check_call, resolve
+from opake.functional.target import resolve
 
 
 def per_example_grads(
@@ -41,8 +42,8 @@ def per_example_grads(
     With zero rows the gradients are (0, *shape), aux is None, and neither function nor model is called.
 
     Raises InputError for rows that disagree in number, unknown names or wrong shapes, and a loss that is no scalar;
-    OptionTypeError for arguments of a wrong type; PatchError for a Transformers model that is not patched;
-    EngineUnavailable where `engine="batched"` cannot serve the target.
+    OptionTypeError for arguments of a wrong type; PatchError for a Transformers model that is not (or no longer)
+    patched; EngineUnavailable where `engine="batched"` cannot serve the target.
     """
     check_options(engine, randomness)
     check_microbatch_size(microbatch_size)

@@ -71,7 +71,9 @@ class Steps:
 
     def _sums(self, params: Params) -> ClippedSum:
         """The running sums that graphs write into, at zero."""
-        form = tuple((name, p.shape, p.dtype, p.device) for name, p in params.items())
+        tensors = tuple((name, p.shape, p.dtype, p.device) for name, p in params.items())
+        # what was made in inference mode is written into there alone
+        form = (torch.is_inference_mode_enabled(), tensors)
         if form not in self._kept:
             self._kept.clear()
             self._kept[form] = ClippedSum(dict(params), self._clip_norm)

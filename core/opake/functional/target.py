@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from opake.errors import InputError, OptionTypeError, PatchError
 from opake.functional.module import in_place
 from opake.functional.nested import map_tensors, tensors_of
-from opake.functional.rows import Rows
 from opake.functional.turns import turn
-from opake.functional.watch import Watch
-
-if TYPE_CHECKING:
-    from opake.patching.report import PatchReport
+from opake.functional.watch import Watch, current_report
 
 Params = Mapping[str, torch.Tensor]
 
@@ -58,38 +54,6 @@ def resolve(target: Any, has_aux: bool) -> Target:
     return Target(_function_loss(target, has_aux), None, getattr(target, "__qualname__", type(target).__name__))
 
 
-def check_call(target: Target, params: Params, args: tuple, kwargs: Mapping[str, Any], in_dims: Any) -> Rows:
-    """The rows of a call, after everything that can be wrong with it has been looked at."""
-    if not isinstance(params, Mapping):
-        raise OptionTypeError(f"params is a mapping of names to tensors, got {type(params).__name__}")
-    if not params:
-        raise InputError("params is empty: there is nothing to differentiate")
-    for name, p in params.items():
-        if not isinstance(p, torch.Tensor):
-            raise OptionTypeError(f"params[{name!r}] is no tensor, got {type(p).__name__}")
-        if not p.is_floating_point():
-            raise InputError(f"params[{name!r}] has dtype {p.dtype}; only floating-point tensors take a gradient")
-    if target.model is not None and args:
-        raise OptionTypeError(
-            f"the rows of a model are passed by name, got {len(args)} positional; write input_ids=..., labels=..."
-        )
-    rows = Rows.of(args, kwargs, in_dims)
-    if target.model is not None:
-        _check_batched(rows.leading()[1])
-    return rows
-
-
-def _check_batched(named: Mapping[str, Any]) -> None:
-    """Refuse one sequence where a batch of them is expected: it would be read as rows of one token each."""
-    for name, dims in (("input_ids", 2), ("inputs_embeds", 3)):
-        value = named.get(name)
-        if isinstance(value, torch.Tensor) and value.dim() < dims:
-            raise InputError(
-                f"{name} has shape {tuple(value.shape)}: rows of a model have a batch dimension in front; "
-                f"for one sequence pass {name}.unsqueeze(0)"
-            )
-
-
 def require_patched(model: torch.nn.Module) -> None:
     """Refuse a Transformers model, bare or inside PEFT, that is not patched: it cannot take single rows."""
     from opake.patching.state import state_of
@@ -108,15 +72,6 @@ def takes_loss_only(model: torch.nn.Module) -> bool:
     report = current_report(model)
     rows = () if report is None else report.rows
     return any(row.flag == "fused_linear_cross_entropy" and row.state in ("applied", "already") for row in rows)
-
-
-def current_report(model: torch.nn.Module) -> PatchReport | None:
-    """The very report object of the last `apply_model_patches`; None if the model is not patched."""
-    from opake.patching.state import state_of
-    from opake.patching.target import locate
-
-    state = state_of(locate(model).model)
-    return None if state is None else state.report
 
 
 def _function_loss(fn: Callable, has_aux: bool) -> Callable:

@@ -10,15 +10,28 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from opake.swap import Places
+
+if TYPE_CHECKING:
+    from opake.patching.report import PatchReport
+
+
+def current_report(model: nn.Module) -> PatchReport | None:
+    """The very report object of the last `apply_model_patches`; None if the model is not patched."""
+    from opake.patching.state import state_of
+    from opake.patching.target import locate
+
+    state = state_of(locate(model).model)
+    return None if state is None else state.report
 
 
 class Watch:
@@ -74,6 +87,7 @@ class _Look:
     def __init__(self, model: nn.Module) -> None:
         self.token = object()
         self.places = Places(model)
+        self._model, self._report = model, current_report(model)
         self._addresses = list(map(_address, self.places.tensors))
         self._empty: list[Collection[Any]] = []
         self._tables: list[dict] = []
@@ -90,7 +104,8 @@ class _Look:
         """A dictionary and, one level down, the containers in it."""
         self._tables.append(held)
         for value in held.values():
-            if isinstance(value, (dict, list, set)):
+            # counting fall-backs, as every step may do, is no change
+            if isinstance(value, (dict, list, set)) and type(value) is not Counter:
                 kind = self._empty if not value else self._tables if isinstance(value, dict) else self._lists
                 kind.append(value)  # pyright: ignore[reportArgumentType]
 
@@ -102,13 +117,15 @@ class _Look:
 
     def state(self) -> _State:
         tensors = [(_address(t), t.dtype, t.shape) for t in self.places.tensors]
-        plain = [v if type(v) in _SIMPLE else _Same(v) for v in self._values if not isinstance(v, _ELSEWHERE)]
+        held = (self._report, *self._values)
+        plain = [v if type(v) in _SIMPLE else _Same(v) for v in held if not isinstance(v, _ELSEWHERE)]
         return _State((tuple(tensors), tuple(plain), tuple(self._forwards)))
 
     def changed(self) -> bool:
         # loops in C: there are tens of thousands of entries
         return (
             any(self._empty)
+            or current_report(self._model) is not self._report
             or self._count() != self._sizes
             or not all(map(is_, self._flat(), self._values))
             or not all(map(is_, map(type, self._modules), self._kinds))
