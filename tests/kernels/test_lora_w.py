@@ -249,7 +249,7 @@ def test_zero_examples(device):
 @pytest.mark.parametrize("op", ["w", "qkv", "mlp"])
 def test_the_gradient_of_a_base_weight_of_each_example(op, device):
     """A weight that vmap maps, differentiated around it, is trainable although its slices do not say so."""
-    X, W, A, B, _ = _case((3, TOKENS), torch.float64, device)
+    X, _, A, B, _ = _case((3, TOKENS), torch.float64, device)
     A.requires_grad_()
     square, back = numbers(3, OUT, HIDDEN, device=device).double(), numbers(3, HIDDEN, OUT, device=device).double()
     none = (None, None, 1.0)
