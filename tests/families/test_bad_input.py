@@ -57,6 +57,9 @@ def rows(**changed: Any) -> dict[str, Any]:
             {"labels": torch.ones(B, T)}, OptionTypeError, r"labels are torch.float32; .*torch.long", id="labels-float"
         ),
         pytest.param({"position_ids": torch.ones(2, T).long()}, InputError, r"position_ids has .*\(2, 12\)", id="pos"),
+        pytest.param(
+            {"labels": torch.ones(B, T, dtype=torch.bool)}, OptionTypeError, r"labels are torch.bool", id="labels-bool"
+        ),
         pytest.param({"input_ids": torch.ones(B, T)}, OptionTypeError, r"input_ids are torch.float32", id="ids-float"),
         pytest.param(
             {name: torch.ones(B, 0).long() for name in ("input_ids", "labels", "attention_mask")},

@@ -18,6 +18,7 @@ from opake.errors import InputError, OptionTypeError
 DIMENSIONS = {"attention_mask": (2, 4), "position_ids": (2, 3), "labels": (2,)}
 KEEP = "logits_to_keep"
 MASKS = (torch.bool, torch.uint8)
+TOKENS = (torch.int64, torch.int32)
 
 
 def check_rows(model: Any, kwargs: Mapping[str, Any]) -> None:
@@ -55,7 +56,7 @@ def _cached(kwargs: Mapping[str, Any]) -> bool:
 
 def _check_labels(model: Any, given: str, shape: torch.Size, kwargs: Mapping[str, Any]) -> None:
     where, labels, keep = type(model).__name__, kwargs["labels"], kwargs.get(KEEP)
-    if labels.is_floating_point():
+    if labels.dtype not in TOKENS:
         raise OptionTypeError(
             f"{where}: labels are {labels.dtype}; token labels are integers (torch.long, -100 = ignored)"
         )

@@ -232,7 +232,7 @@ def opake_lora_mlp(
     if rematerialise and (lora_precision == "param" or not frozen(given)):
         raise ValueError(
             f"{op}: rematerialise is for frozen base weights and lora_precision='compute', got {lora_precision!r} and "
-            f"requires_grad {not frozen(given)}; use torch.utils.checkpoint around the call"
+            f"requires_grad {[not frozen([each]) for each in given]}; use torch.utils.checkpoint around the call"
         )
     if takes_twin(given, lora_precision):
         return lora_mlp_reference(X, Wg, Ag, Bg, Sg, Wu, Au, Bu, Su, Wd, Ad, Bd, Sd, act, lora_precision=lora_precision)
