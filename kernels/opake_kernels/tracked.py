@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch._C._functorch as _functorch
 
-__all__ = ["tracked"]
+__all__ = ["tracked", "trained"]
 
 _is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", None)
 _unwrapped = getattr(_functorch, "get_unwrapped", None)
@@ -31,3 +31,8 @@ def tracked(tensor: torch.Tensor | None) -> bool:
             return True
         at = _unwrapped(at)
     return at.requires_grad
+
+
+def trained(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no frozen one: it requires a gradient, even while autograd is off, or is `tracked`."""
+    return tensor.requires_grad or tracked(tensor)

@@ -62,8 +62,9 @@ def _to(args, dtype):
     return [a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
 
 
-# so many errors do not tell by their largest how large they are
-FEW = 512
+# so many errors do not tell by their largest how large they are; in the interpreter it is more, because on some
+# processors numpy's exponential is off by up to 2.4 units in the last place where torch's is off by 0.6
+FEW = 256 if torch.cuda.is_available() else 512
 
 
 def _largest(t):
@@ -86,9 +87,8 @@ def _excess(i, got, same, exact, factor, size):
 def _assert_errors(got, same, exact, factor=2.0, size=_largest, again=None):
     """The errors of `got` against those of `same`; `size` is the largest entry, or the root mean square.
 
-    The largest error of a few hundred numbers is luck on either side, and the processor's too, whose exponential the
-    interpreter takes. Where it looks too large, `again` draws fifteen times more, and the root mean square over all
-    decides.
+    The error of one number, or of a handful, is luck on either side. Where it looks too large, `again` draws fifteen
+    times more, and the root mean square over all decides.
     """
     doubtful = []
     for i, (g, s, e) in enumerate(zip(got, same, exact, strict=True)):

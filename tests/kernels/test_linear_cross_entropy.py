@@ -111,7 +111,8 @@ def test_common_offset(trainable, smoothing, chunk, device, assert_errors):
         calls = ((ours, torch.float32), (stock, torch.float32), (stock, torch.float64))
         return [run(loss, hidden, weight, labels, dtype) for loss, dtype in calls]
 
-    assert_errors(*drawn(), again=drawn)
+    # on a GPU by the largest error; the interpreter takes numpy's exponential, see FEW in conftest.py
+    assert_errors(*drawn(), again=drawn if device == "cpu" else None)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

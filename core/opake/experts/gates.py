@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from opake.patching.instance import hooked
-from opake.rows.probe import numbers
+from opake.rows.probe import interfered, numbers
 from opake_kernels.activations import ACTIVATIONS, Activation
 from opake_kernels.gated import gated_reference
 
@@ -52,11 +51,6 @@ def form(experts: Any) -> tuple[Any, ...]:
     own = vars(experts).get("_apply_gate")
     constants = getattr(function, "approximate", None), _number(experts, "limit"), _number(experts, "alpha")
     return kind, own, interfered(function), *constants
-
-
-def interfered(function: Any) -> bool:
-    """Whether this is a module with hooks or a forward of its own."""
-    return isinstance(function, nn.Module) and hooked(function)
 
 
 def _candidates(experts: Any, limit: float) -> Iterator[Gate]:

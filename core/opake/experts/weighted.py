@@ -17,9 +17,10 @@ from opake.patching.instance import untouched, wrap_method
 from opake.patching.notes import note
 from opake.patching.undo import Skip, Undo, put
 from opake.rows.gated_mlp import activation_of
+from opake.rows.probe import interfered
 from opake_kernels.moe import opake_moe
 
-from .gates import form, interfered
+from .gates import form
 
 PARTS = ("experts", "router", "shared_expert")
 STACKS = {"gate_up_proj", "down_proj"}

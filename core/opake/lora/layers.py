@@ -16,7 +16,7 @@ from torch import nn
 
 from opake.patching.instance import called_around, hooked, untouched
 from opake_kernels.launch import autocasting
-from opake_kernels.tracked import tracked
+from opake_kernels.tracked import trained
 
 # variants whose forward is that of plain LoRA
 PLAIN_VARIANTS = frozenset({"MiCALinearVariant"})
@@ -181,7 +181,7 @@ def base_projection(layer: Any, *kinds: type) -> Projection | str:
     bias: Any = layer._parameters["bias"]
     if not _plain(W) or W.dim() != 2 or not (bias is None or _plain(bias)):
         return "the base weight is no plain matrix"
-    if W.requires_grad or tracked(W):
+    if trained(W):
         return "the base weight is trainable"
     if bias is not None and (bias.requires_grad or bias.dim() != 1):
         return "the base bias is trainable"

@@ -15,7 +15,7 @@ from opake.patching.undo import Skip, Undo, put
 from opake.rows import gated_mlp
 from opake_kernels.activations import Activation
 from opake_kernels.lora import opake_lora_mlp
-from opake_kernels.tracked import tracked
+from opake_kernels.tracked import trained
 
 from .layers import Projection, is_projection, parameters_of, read
 
@@ -59,7 +59,7 @@ def rematerialises(module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def _frozen(found: dict[str, Projection]) -> bool:
-    return not any(p.W.requires_grad or tracked(p.W) for p in found.values())
+    return not any(trained(p.W) for p in found.values())
 
 
 def axis_parameters(record: FuseMLP, module: nn.Module) -> frozenset[str]:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from opake.patching.instance import hooked, untouched, wrap_method
+from opake.patching.instance import untouched, wrap_method
 from opake.patching.notes import note
 from opake.patching.undo import Skip, Undo
 from opake_kernels.activations import ACTIVATIONS, Activation
 from opake_kernels.gated import opake_gated_activation
 
-from .probe import numbers, remembered, stand_in
+from .probe import interfered, numbers, remembered, stand_in
 
 if TYPE_CHECKING:
     from opake.records import GatedMLP
@@ -79,7 +79,7 @@ def form(function: Any) -> tuple[Any, ...]:
 
 def changed(function: Any, known: tuple[Any, ...]) -> bool:
     """Whether the activation was swapped, wrapped or hooked since it was recognised."""
-    return form(function) != known or (isinstance(function, nn.Module) and hooked(function))
+    return form(function) != known or interfered(function)
 
 
 def _forward(

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from opake.patching.instance import hooked
+
 Answer = TypeVar("Answer")
 PLAIN = (bool, int, float, str, type(None))
 
@@ -31,6 +33,11 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
     """Normal numbers from a generator of their own: the process's random state is not touched."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def interfered(function: Any) -> bool:
+    """Whether this is a module with hooks or a forward of its own: what it computes its class does not say."""
+    return isinstance(function, nn.Module) and hooked(function)
 
 
 def remembered(answers: weakref.WeakKeyDictionary[Any, Answer], key: Any, find: Callable[[], Answer]) -> Answer:

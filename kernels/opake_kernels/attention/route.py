@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from opake_kernels.launch import HAS_TRITON, uses_triton
-from opake_kernels.tracked import tracked
+from opake_kernels.tracked import trained
 
 from .backends import PUBLIC, choose
 from .cuda import window_serves
@@ -40,7 +40,7 @@ def route(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> tu
     if asked.dropout:
         return MATH, "attention dropout: a fused backward cannot replay it under vmap"
     mask = asked.mask
-    if mask is not None and mask.is_floating_point() and (mask.requires_grad or tracked(mask)):
+    if mask is not None and mask.is_floating_point() and trained(mask):
         return MATH, "learned bias: fused backends give it no gradient"
     obstacle = _obstacle(q, k, v)
     if special := _special(q, v, asked):

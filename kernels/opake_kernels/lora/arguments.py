@@ -13,7 +13,7 @@ import torch
 
 from opake_kernels.checks import ExampleAxisError, autocast_to_compute_dtype, check_float
 from opake_kernels.launch import autocasting
-from opake_kernels.tracked import tracked
+from opake_kernels.tracked import trained
 
 __all__ = ["Projection", "check_precision", "check_projections", "leading_axis", "takes_twin", "with_axis"]
 
@@ -115,4 +115,4 @@ def takes_twin(projections: Sequence[Projection], lora_precision: str) -> bool:
 
 def frozen(projections: Sequence[Projection]) -> bool:
     """Whether nobody can ask for the gradient of a base weight, in whatever transform the call is."""
-    return not any(W.requires_grad or tracked(W) for _, W, _, _, _ in projections)
+    return not any(trained(W) for _, W, _, _, _ in projections)
