@@ -17,7 +17,7 @@ from opake.bench.step_models import SHAPES, build, config, sizes_of
 # no warning of PEFT's about a property that Transformers has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 ROWS, TOKENS = 2, 8
-OURS = ["ours", "eager", "vmap", "vmap-eager", "remat-mlp", "remat", "ordinary"]
+OURS = ["ours", "eager", "vmap", "vmap-eager", "remat-mlp", "remat", "ordinary", "hf-vmap"]
 
 
 @pytest.fixture

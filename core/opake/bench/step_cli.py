@@ -33,7 +33,7 @@ def step(
     rank: Annotated[
         int, typer.Option(min=0, help="Rank of the LoRA adapters, on every linear layer; 0 trains all.")
     ] = 16,
-    vs: Annotated[str, typer.Option(help="Rivals, comma separated: hf, liger, opacus, loop.")] = "hf",
+    vs: Annotated[str, typer.Option(help="Rivals, comma separated: hf, hf-vmap, liger, opacus, loop.")] = "hf",
     size: Annotated[list[str] | None, typer.Option(help="A setting of the config, name=value; repeatable.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw bars into this file (needs matplotlib).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a row instead of a table.")] = False,

@@ -38,12 +38,20 @@ def _trainable(model: Any) -> Grads:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _ours(model: Any, rows: Rows, *, engine: str = "auto", capture: str | bool = "auto", remat: str = "") -> Step:
+def _ours(
+    model: Any,
+    rows: Rows,
+    *,
+    engine: str = "auto",
+    capture: str | bool = "auto",
+    remat: str = "",
+    **flags: bool,
+) -> Step:
     from opake.checkpoint import selective_checkpointing
     from opake.patches import apply_model_patches, apply_runtime_patches
 
     apply_runtime_patches()
-    apply_model_patches(model)
+    apply_model_patches(model, **flags)
     if remat:
         selective_checkpointing(model, part=remat)
     run = clipped_grad(model, clip_norm=CLIP, engine=engine, capture=capture)
@@ -54,6 +62,10 @@ def _ours(model: Any, rows: Rows, *, engine: str = "auto", capture: str | bool =
         return found.grads, f"{found.engine}; {found.reason.rsplit('; ', 1)[-1]}"
 
     return step
+
+
+def _stock_vmap(model: Any, rows: Rows) -> Step:
+    return _ours(model, rows, engine="vmap", capture=False, performance=False, peft=False)
 
 
 def _loop(model: Any, rows: Rows) -> Step:
@@ -126,6 +138,7 @@ WAYS: dict[str, Way] = {
     "remat-mlp": Way(lambda m, r: _ours(m, r, remat="mlp"), True, "opake, the MLPs rematerialised"),
     "ordinary": Way(_patched, False, "an ordinary step of the patched model"),
     "hf": Way(_ordinary, False, "an ordinary step of the stock model"),
+    "hf-vmap": Way(_stock_vmap, True, "the stock model under vmap: patched for correctness alone, not captured"),
     "liger": Way(_liger, False, "an ordinary step with Liger's kernels"),
     "opacus": Way(_opacus, True, "Opacus' hooks"),
     "loop": Way(_loop, True, "one backward a row, stock model"),
