@@ -1,9 +1,14 @@
 """Inside a capture no mask is made where none was supplied, whichever Transformers is installed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
+from opake.attention.names import NAMES, Windowed
+from opake.masks import materialise
 from opake.masks.materialise import mask_function
 from opake.patches import apply_model_patches, apply_runtime_patches, restore, restore_runtime
 
@@ -32,8 +37,6 @@ def seen(monkeypatch, window):
     apply_runtime_patches()
     apply_model_patches(model)
     masks = []
-    from opake.masks import materialise
-
     real = materialise.sdpa_mask
     monkeypatch.setattr(materialise, "sdpa_mask", lambda *a, **k: masks.append(real(*a, **k)) or masks[-1])
     model(input_ids=torch.randint(0, V, (B, T)))
@@ -50,6 +53,18 @@ def test_a_window_is_still_made(capturing, monkeypatch):
     (mask,) = seen(monkeypatch, 3)
     assert mask.shape[-2:] == (T, T)
     assert not mask[0, 0, 5, 1]
+
+
+@pytest.mark.parametrize("handed_on", [True, False])
+def test_only_a_window_that_attention_applies_is_left_out(capturing, monkeypatch, handed_on):
+    monkeypatch.setattr(materialise, "unmasked", lambda *_: True)
+    monkeypatch.setattr(materialise, "sdpa_mask", lambda *_, **asked: ("made", asked["local_size"]))
+    config = SimpleNamespace(_attn_implementation=(Windowed if handed_on else str)(NAMES[True, True]))
+    sizes = {"batch_size": 1, "q_length": T, "kv_length": T, "config": config, "local_size": 3}
+    made = mask_function(**sizes, mask_function=sliding_window_causal_mask_function(3))
+    assert made == (None if handed_on else ("made", 3))
+    # one that no window of the last three keys describes
+    assert mask_function(**sizes, mask_function=causal_mask_function) == ("made", 3)
 
 
 def test_a_supplied_mask_is_still_made(capturing):

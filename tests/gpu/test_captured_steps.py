@@ -23,7 +23,7 @@ def make():
     """Models with the same weights and two adapters, patched; taken back at the end."""
     made = []
 
-    def model(dtype=torch.float32):
+    def model(dtype=torch.float32, window=None):
         torch.manual_seed(0)
         config = Qwen2Config(
             vocab_size=V,
@@ -33,6 +33,9 @@ def make():
             num_attention_heads=4,
             num_key_value_heads=2,
             use_cache=False,
+            use_sliding_window=window is not None,
+            sliding_window=window,
+            max_window_layers=1,
         )
         base = AutoModelForCausalLM.from_config(config, dtype=dtype).cuda()
         lora = LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -162,13 +165,18 @@ def test_the_public_streams_number_is_the_raw_one():
 
 
 @pytest.mark.parametrize("engine", ["batched", "vmap"])
-def test_no_mask_is_made_in_a_capture(make, engine, monkeypatch):
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_no_mask_is_made_in_a_capture(make, engine, window, dtype, tolerance, monkeypatch):
     from opake.masks import materialise
 
     made, real = [], materialise.sdpa_mask
     monkeypatch.setattr(materialise, "sdpa_mask", lambda *a, **k: made.append(real(*a, **k)) or made[-1])
-    model = make(torch.bfloat16)
-    params, run = trainable(model, "default"), clipped_grad(model, clip_norm=0.5, engine=engine, capture=True)
+    model = make(dtype, window)
+    params = trainable(model, "default")
+    eager, captured = (clipped_grad(model, clip_norm=0.5, engine=engine, capture=c) for c in (False, True))
     for step in range(3):
-        run(params, **batch(step))
+        want, got = eager(params, **batch(step)), captured(params, **batch(step))
+    assert "captured" in got.reason
+    assert relative_error(got.grads, want.grads) < tolerance
     assert [mask for mask in made if mask is not None] == []

@@ -30,10 +30,10 @@ def mask_function(
     there as ever.
     """
     absent = attention_mask is None
-    if absent and left_out_of_graph(allow_is_causal_skip, allow_is_bidirectional_skip, local_size, **kwargs):
-        return None
     if absent and allow_is_causal_skip and local_size is not None and hands_on_windows(kwargs.get("config")):
         local_size = needed(local_size, **kwargs)
+    if absent and left_out_of_graph(allow_is_causal_skip, allow_is_bidirectional_skip, local_size, **kwargs):
+        return None
     return sdpa_mask(
         *args,
         attention_mask=attention_mask,
