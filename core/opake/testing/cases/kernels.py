@@ -6,7 +6,6 @@ family answers is skipped with that reason.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Sequence
@@ -15,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from opake.testing.cells import Cell
-from opake.testing.oracle import batch_gradients, model_loop_gradients
+from opake.testing.oracle import batch_gradients
 from opake.testing.switch import checkpointing
 from opake.testing.vmapped import vmap_gradients
 
 from .base import LIMITS, Suite, assert_close, assert_same_gradients
 from .gradients import assert_cell
-from .lora import with_lora
 
 if TYPE_CHECKING:
     from opake.testing.workbench import Bench
@@ -43,17 +41,14 @@ class KernelCases(Suite):
         return self._applicable(bench, FLAGS if kernel == EVERY else (kernel,))
 
     def _applicable(self, bench: Bench, wanted: Sequence[str]) -> dict[str, bool]:
-        report = bench.apply(bench.build(self.attentions[0]), **dict.fromkeys(wanted, True))
-        rows = [row for flag in wanted for row in report.find(flag=flag)]
-        applied = {row.flag for row in rows if row.state == "applied"}
+        applied, reasons = bench.applicable(*wanted)
         if not applied:
-            reasons = {f"{row.record}: {row.reason}" for row in rows}
-            pytest.skip("; ".join(sorted(reasons)) or f"the family declares no {', '.join(wanted)}")
-        return dict.fromkeys(sorted(applied), True)
+            pytest.skip(reasons)
+        return dict.fromkeys(applied, True)
 
     def test_every_record_is_served(self, bench: Bench) -> None:
         """What the family declares applies to its own model, with adapters on every linear layer."""
-        model = with_lora(bench.build(self.attentions[0]))
+        model = bench.adapted(self.attentions[0])
         report = bench.apply(model, **dict.fromkeys((*FLAGS, *FUSIONS), True))
         served = ("applied", "already", "stock")
         unserved = [row for row in report.rows if row.hook != "core" and row.state not in served]
@@ -100,9 +95,8 @@ class KernelCases(Suite):
     @pytest.mark.parametrize("state", ["keep", "ckpt"])
     @pytest.mark.parametrize("padding", ["right", "left"])
     def test_lora_with_every_kernel(self, bench: Bench, attention: str, padding: str, state: str) -> None:
-        stock = with_lora(bench.build(attention))
-        model, rows = copy.deepcopy(stock), bench.batch(padding)
+        model = bench.adapted(attention)
         bench.apply(model, **dict.fromkeys((*FLAGS, *FUSIONS), True))
         with checkpointing(model, state == "ckpt"):
-            got = vmap_gradients(model, rows)
-        assert_same_gradients(got, model_loop_gradients(stock, **rows), LIMITS["fp32"])
+            got = vmap_gradients(model, bench.batch(padding))
+        assert_same_gradients(got, bench.adapted_reference(attention, padding), LIMITS["fp32"])

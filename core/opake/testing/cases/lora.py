@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from opake.patches import restore
-from opake.testing.oracle import model_loop_gradients
 from opake.testing.snapshot import differences, imported, library_snapshot, model_snapshot
 from opake.testing.switch import checkpointing
 from opake.testing.vmapped import vmap_gradients
@@ -22,56 +20,21 @@ if TYPE_CHECKING:
     from opake.testing.workbench import Bench
 
 
-def unusual(model: torch.nn.Module) -> list[str] | None:
-    """Names of linear layers that compute something else than their base class, which PEFT takes no notice of."""
-    plain = torch.nn.Linear
-    found = [name for name, m in model.named_modules() if isinstance(m, plain) and type(m).forward is not plain.forward]
-    return found or None
-
-
-def with_lora(model: Any, **options: Any) -> Any:
-    """`model` with a LoRA of rank 4 on every linear layer but the head, both factors random."""
-    from peft import LoraConfig, get_peft_model
-
-    options.setdefault("exclude_modules", unusual(model))
-    config = LoraConfig(r=4, lora_alpha=2, target_modules="all-linear", init_lora_weights=False, **options)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        # PEFT asks a deprecated name of Transformers, and says that it turned its switch for transposed weights
-        warnings.simplefilter("ignore")
-        torch.manual_seed(3)
-        adapted = get_peft_model(model, config).train()
-        _require_it_runs(adapted)
-    return adapted
-
-
-def _require_it_runs(adapted: Any) -> None:
-    """Skip where PEFT wraps the parameters of a module whose other attributes the stock model reads."""
-    if not any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()):
-        return
-    try:
-        with torch.no_grad():
-            adapted(input_ids=torch.tensor([[1, 2]]))
-    except AttributeError as error:
-        pytest.skip(f"the stock model does not run with an adapted router: {error}")
-
-
 class LoraCases(Suite):
     @pytest.mark.parametrize("padding", ["right", "left"])
     @pytest.mark.parametrize("state", ["keep", "ckpt"])
     @pytest.mark.parametrize("shape", ["T", "1xT"])
     def test_lora_gradients(self, bench: Bench, attention: str, padding: str, state: str, shape: str) -> None:
-        stock = with_lora(bench.build(attention))
-        model = copy.deepcopy(stock)
+        model = bench.adapted(attention)
         bench.apply(model)
-        rows = bench.batch(padding)
         with checkpointing(model, state == "ckpt"):
-            got = vmap_gradients(model, rows, shape=shape)
+            got = vmap_gradients(model, bench.batch(padding), shape=shape)
         assert got
         assert all("lora_" in name for name in got)
-        assert_same_gradients(got, model_loop_gradients(stock, **rows), LIMITS["fp32"])
+        assert_same_gradients(got, bench.adapted_reference(attention, padding), LIMITS["fp32"])
 
     def test_lora_leaks_nothing(self, bench: Bench, attention: str) -> None:
-        model = with_lora(bench.build(attention))
+        model = bench.adapted(attention)
         # once before looking: lazy modules load, and copies leave their marks on classes
         bench.apply(model)
         vmap_gradients(model, bench.batch())
@@ -85,7 +48,7 @@ class LoraCases(Suite):
         assert list(differences(before, model_snapshot(model))) == []
 
     def test_lora_forward_and_generate(self, bench: Bench, attention: str) -> None:
-        stock = with_lora(bench.build(attention)).eval()
+        stock = bench.adapted(attention).eval()
         model = copy.deepcopy(stock)
         bench.apply(model)
         rows = bench.batch("left")
