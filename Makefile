@@ -19,8 +19,9 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 # two runs: the kernels are tested in Triton's interpreter, which is chosen before Triton is imported and holds for the
 # process, everything else with the plain twins that a CPU takes
-APART := -n 2 --dist worksteal --ignore=tests/kernels
-KERNELS := -n 2 --dist worksteal tests/kernels
+WORKERS := -n 2 --dist worksteal
+APART := $(WORKERS) --ignore=tests/kernels
+KERNELS := $(WORKERS) tests/kernels
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check format docs families changelog matrix $(MATRIX:%=matrix-%) clean

@@ -17,12 +17,12 @@ def unusual(model: torch.nn.Module) -> list[str] | None:
     return found or None
 
 
-def with_lora(model: Any, **options: Any) -> Any:
+def with_lora(model: Any) -> Any:
     """`model` with a LoRA of rank 4 on every linear layer but the head, both factors random."""
     from peft import LoraConfig, get_peft_model
 
-    options.setdefault("exclude_modules", unusual(model))
-    config = LoraConfig(r=4, lora_alpha=2, target_modules="all-linear", init_lora_weights=False, **options)
+    but = unusual(model)
+    config = LoraConfig(r=4, lora_alpha=2, target_modules="all-linear", exclude_modules=but, init_lora_weights=False)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         # PEFT asks a deprecated name of Transformers, and says that it turned its switch for transposed weights
         warnings.simplefilter("ignore")

@@ -70,7 +70,7 @@ class Bench:
         return copy.deepcopy(self.fresh_adapted(attention))
 
     def fresh(self, attention: str, dtype: str = "fp32") -> PreTrainedModel:
-        """What `build` copies, which takes a fifth of the time of making it; never run, and never changed."""
+        """What `build` copies, which takes a quarter of the time of making it; never run, and never changed."""
         model = tiny_model(self.config(), attention=attention)
         self.suite.settle(model)
         model = model if dtype == "fp32" else self._cast(model, attention, DTYPES[dtype])
